@@ -29,11 +29,11 @@ from trainer.errors import ENDINGS, RankFailedError, RunError
 from trainer.hardware.device_specs import load_device
 from trainer.hardware.host import GIB
 from trainer.memory.block import BlockMemory
-from trainer.memory.estimator import MemoryEstimate, estimate_memory
 from trainer.memory.rank import RankMemory
 from trainer.memory.recompute import recompute_moments
 from trainer.memory.tensors import total_bytes
 from trainer.plan.memory_advice import memory_savings
+from trainer.plan.memory_estimate import MemoryEstimate, estimate_memory, rank_memory
 from trainer.plan.plan import TrainingPlan, plan_stage
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"
@@ -222,7 +222,7 @@ def in_flight(schedule: PipelineSchedule, each: int, pp: int) -> float:
     )
     changes = {"pp": pp, "pp_schedule": schedule, "pp_stages_per_rank": each}
     section = base.parallelism.model_copy(update=changes)
-    return RankMemory(
+    return rank_memory(
         base.model_copy(update={"parallelism": section}), pp, 0
     ).in_flight_micro_batches
 
@@ -263,7 +263,7 @@ def estimates() -> Table:
     multiples = []
     for name, one in zip(SHIPPED, found, strict=True):
         multiples.append(
-            residual_multiple(one.device_bytes, one, RankMemory(*configured(name), one.pp_rank))
+            residual_multiple(one.device_bytes, one, rank_memory(*configured(name), one.pp_rank))
         )
     for item in found[0].items:
         sizes = [one.item(item.name).device_bytes for one in found]

@@ -2,7 +2,7 @@
 tensors.
 
 Initializes the process group of this process. Uses CPU kernels without compilation, and nominal
-collective sizes. An independent check of the closed formulas in `trainer.memory.estimator`,
+collective sizes. An independent check of the closed formulas in `trainer.plan.memory_estimate`,
 `trainer.plan.comm_volume` and `trainer.plan.rank_workload`.
 """
 

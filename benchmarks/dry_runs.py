@@ -20,9 +20,8 @@ from benchmarks.doc_tables import markdown
 from benchmarks.dry_run import dry_run
 from trainer.config.parse import load
 from trainer.hardware.host import GIB
-from trainer.memory.estimator import estimate_memory_per_pp_rank
-from trainer.memory.rank import RankMemory
 from trainer.plan.comm_volume import comm_volumes
+from trainer.plan.memory_estimate import estimate_memory_per_pp_rank, rank_memory
 from trainer.plan.rank_workload import rank_workload
 
 SHIPPED = ("llama3_8b_128k", "llama3_8b_1m", "llama3_70b_128k", "llama3_405b_128k")
@@ -64,14 +63,14 @@ def rows(name: str) -> list[list[str]]:
             ).stdout.splitlines()[-1]
         )
         predicted = stages[place]
-        counts = rank_workload(RankMemory(config, size, place))
+        counts = rank_workload(rank_memory(config, size, place))
         on_host = sum(
             line.host_bytes
             for line in predicted.items
             if line.name in ("parameters", "gradients", "optimizer state")
         )
         flops = sum(counts.matmul_flops.values()) + sum(counts.attention_flops.values())
-        sent = sum(message.bytes for message in comm_volumes(RankMemory(config, size, place)))
+        sent = sum(message.bytes for message in comm_volumes(rank_memory(config, size, place)))
         found.append(
             [
                 f"`{name}`", f"{size:,}", f"{place + 1} of {pp}",

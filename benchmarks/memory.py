@@ -29,7 +29,7 @@ from statistics import median
 
 from trainer.config.job_config import Config
 from trainer.config.parse import load
-from trainer.memory.estimator import estimate_memory
+from trainer.plan.memory_estimate import estimate_memory, rank_memory
 
 KEEP = ["--memory.recompute", "keep_attention"]
 TILES = ["--memory.mlp_tile_mib", "4"]
@@ -117,10 +117,9 @@ def kept(config: Config, tokens: int) -> float:
     """By the formulas of docs/memory.md: by blocks, the stream behind the last and the tables of
     angles.
     """
-    from trainer.memory.rank import RankMemory
     from trainer.memory.tensors import total_bytes
 
-    rank = RankMemory(config, 1, 0)
+    rank = rank_memory(config, 1, 0)
     blocks = total_bytes(rank.saved_blocks(0, rank.num_blocks))
     return (
         blocks + 2 * config.model.build().dim * tokens + 4 * config.model.build().head_dim * tokens

@@ -26,9 +26,9 @@ from trainer.config import checks
 from trainer.config.job_config import Config
 from trainer.config.model import LayerSection
 from trainer.config.parse import load
-from trainer.memory.estimator import phase_estimates
 from trainer.memory.rank import RankMemory
 from trainer.memory.tensors import SAVED_ACTIVATIONS, MemoryEstimate
+from trainer.plan.memory_estimate import phase_estimates, rank_memory
 
 Result = TypeVar("Result")
 LIMIT = 0.03
@@ -124,7 +124,7 @@ class GridCase:
         windows = config.model.build().windows
         tp = config.parallelism.tp
         if windows and plan.ring_degree > 1:
-            halo = RankMemory(config, self.world_size, self.pp_rank).layout.halo_tokens(
+            halo = rank_memory(config, self.world_size, self.pp_rank).layout.halo_tokens(
                 max(windows)
             )
             moved = [
@@ -291,7 +291,7 @@ def compare(case: GridCase) -> Comparison:
 
     found = dry_run(case.config, case.world_size, rank=case.rank)
     device, host, phase = predicted(
-        RankMemory(case.config, case.world_size, case.pp_rank, on_cpu=True)
+        rank_memory(case.config, case.world_size, case.pp_rank, on_cpu=True)
     )
     moments = f"{phase} / {found.peak_moment}"
     return Comparison(case, (device, found.peak_bytes), (host, found.peak_host_bytes), moments)

@@ -27,10 +27,9 @@ from trainer.config.parse import load
 from trainer.config.training_stages import Recipe
 from trainer.hardware.device_specs import load_device
 from trainer.hardware.host import GIB
-from trainer.memory.estimator import TRANSIENT_ACTIVATIONS, phase_estimates
-from trainer.memory.rank import RankMemory
 from trainer.plan.document import LineChart, PlanReport
 from trainer.plan.html import render_html
+from trainer.plan.memory_estimate import TRANSIENT_ACTIVATIONS, phase_estimates, rank_memory
 from trainer.plan.plan import TrainingPlan, plan_stage
 from trainer.plan.search import describe_layout, longest_sequence, search
 
@@ -233,7 +232,7 @@ def gathered(length: int) -> list[list[str]]:
             config = with_overrides(of_size("8B", length, length), sharing(ranks, method))
             held = (
                 moment.item(TRANSIENT_ACTIVATIONS).device_bytes / GIB
-                for moment in phase_estimates(RankMemory(config, ranks, 0))
+                for moment in phase_estimates(rank_memory(config, ranks, 0))
             )
             words.append("-" if checks.layout_problems(config, ranks) else f"{max(held):.1f}")
         rows.append(words)

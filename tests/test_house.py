@@ -286,7 +286,7 @@ def test_the_whole_configuration_and_the_run_folder_stay_where_they_are_read() -
     assert {
         place
         for place in with_config
-        if place.startswith(("models", "parallelisms", "trainer.metrics"))
+        if place.startswith(("models", "parallelisms", "trainer.memory", "trainer.metrics"))
     } == set()
     assert len({place for place, name in taken if name == "RunDir"}) <= 6
 
@@ -311,7 +311,7 @@ def test_models_need_torch_and_nothing_else() -> None:
 
 WITHOUT_TORCH = (
     "trainer.config.job_config",
-    "trainer.memory.estimator",
+    "trainer.plan.memory_estimate",
     "trainer.memory.rank",
     "trainer.plan.memory_advice",
     "trainer.config.parse",

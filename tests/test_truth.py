@@ -38,8 +38,8 @@ from trainer.data.packing import PackedDataset, Packing, pack_documents
 from trainer.data.sequences import BlendedDataset
 from trainer.data.tokenizer import ByteTokenizer
 from trainer.evaluation.needle import FillerText, NeedleDataset, PasskeySentences, evaluate_length
-from trainer.memory.rank import RankMemory
 from trainer.metrics.step_metrics import MetricAccumulator, position_bucket_names
+from trainer.plan.memory_estimate import rank_memory
 from trainer.plan.rank_workload import attention_pairs
 from trainer.step.build import ParallelModel
 from trainer.step.distributed import process_group
@@ -134,7 +134,7 @@ def test_the_planner_counts_the_pairs_of_the_busiest_rank(
         "model.num_layers": 3,
         "model.layers": '[{"window":5},{"window":16},{}]',
     }
-    rank = RankMemory(memory_grid.configured({"data.corpus": "copy", **sizes, **options}), 2, 0)
+    rank = rank_memory(memory_grid.configured({"data.corpus": "copy", **sizes, **options}), 2, 0)
     kind: Any = rank.layout.kind
     queries = queries_by_rank(BatchLayout(kind, 2, starts([64])), 2)
     for window in (5, 16, None):

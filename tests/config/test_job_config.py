@@ -25,7 +25,7 @@ from trainer.config.training_stages import Recipe
 from trainer.errors import ConfigError
 from trainer.hardware.host import GIB
 from trainer.launch.launcher import format_problems, load_and_validate
-from trainer.memory.estimator import estimate_memory
+from trainer.plan.memory_estimate import estimate_memory
 
 ROOT = Path(__file__).resolve().parents[2]
 CLUSTER_CONFIGS = {

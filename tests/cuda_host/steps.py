@@ -33,7 +33,7 @@ from trainer.config.parse import load
 from trainer.data.copy_task import CopyDataset
 from trainer.data.sequences import BlendedDataset
 from trainer.hardware.device import AsyncHostCopy
-from trainer.memory.estimator import estimate_memory
+from trainer.plan.memory_estimate import estimate_memory
 from trainer.step.distributed import World
 from trainer.step.trainer import Trainer
 

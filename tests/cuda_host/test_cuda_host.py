@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from tests.cuda_host import steps
-from trainer.memory.estimator import estimate_memory
+from trainer.plan.memory_estimate import estimate_memory
 
 ROW = re.compile(
     r"^\| `(.*?)` \| ([\d.]+) \| ([\d.]+) \| [+-][\d.]+% \| ([\d.]+) \|$", re.MULTILINE

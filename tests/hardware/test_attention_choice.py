@@ -26,7 +26,7 @@ from trainer.hardware.attention_choice import with_attention_choice
 from trainer.hardware.attention_kernels import attention_choices, fastest_first
 from trainer.hardware.device_specs import DeviceSpec, device_names, load_device
 from trainer.hardware.specs import table_attention_rates
-from trainer.memory.rank import RankMemory
+from trainer.plan.memory_estimate import rank_memory
 from trainer.plan.plan import plan_stage
 from trainer.plan.step_time import RankTimeModel
 
@@ -95,7 +95,7 @@ def test_plan_and_estimate_count_the_kernels_that_a_run_chooses(
     known = load_device(table)
     assert choices(config, known)[0] == choice
     assert plan_stage(config, 8, known).config.training.attention == choice
-    rank = RankMemory(config, 8, 0)
+    rank = rank_memory(config, 8, 0)
     found = {kind.window is None: block.kernel for kind, block in rank.blocks.items()}
     assert found == {True: of_full, False: of_windows}
     (window,) = config.model.build().windows
@@ -140,7 +140,7 @@ def test_a_table_of_another_measurement_changes_the_choice(tmp_path: Path) -> No
     )
     config = configured(f"--plan.device={path}")
     assert plan_stage(config, 8, load_device(str(path))).config.training.attention == "flash"
-    assert RankMemory(config, 8, 0).block.kernel == "flash"
+    assert rank_memory(config, 8, 0).block.kernel == "flash"
 
 
 # ---- on a device

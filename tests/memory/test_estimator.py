@@ -13,16 +13,16 @@ from tests.ranks import run_ranks
 from trainer.config.job_config import Config
 from trainer.config.parse import load
 from trainer.config.sections import OPTIMIZER_CHUNK_ELEMENTS
-from trainer.memory.estimator import (
+from trainer.plan.memory_advice import memory_savings, out_of_memory_advice
+from trainer.plan.memory_estimate import (
     SAVED_ACTIVATIONS,
     TRANSIENT_ACTIVATIONS,
     MemoryEstimate,
     estimate_memory,
     estimate_memory_per_pp_rank,
     phase_estimates,
+    rank_memory,
 )
-from trainer.memory.rank import RankMemory
-from trainer.plan.memory_advice import memory_savings, out_of_memory_advice
 
 # Activations dominate, and every item is large enough to matter. The vocabulary is small because
 # the CPU's bfloat16 matmuls allocate workspace for a large loss head.
@@ -169,7 +169,7 @@ def compare(world_size: int, cases: tuple[str, ...]) -> None:
             # The optimizer also keeps a step count per parameter.
             assert 0 <= max(rank.states for rank in ranks) - states < 2048, case
             peak, _, _ = memory_grid.predicted(
-                RankMemory(configured(case), world_size, place, on_cpu=True)
+                rank_memory(configured(case), world_size, place, on_cpu=True)
             )
             assert peak == pytest.approx(
                 max(rank.peak for rank in ranks), rel=0.07 if HALF in case else 0.03
@@ -222,7 +222,7 @@ def test_bfloat16_moments_take_half_and_are_upcast_in_chunks() -> None:
 def test_the_last_gradient_of_a_reduced_block_is_that_of_the_down_projection() -> None:
     """FSDP2 reduces in the order of the model; QK norms come before."""
     moments = phase_estimates(
-        RankMemory(configured("model.qk_norm=true training.global_batch_size=2"), 2, 0)
+        rank_memory(configured("model.qk_norm=true training.global_batch_size=2"), 2, 0)
     )
     after = [
         each for each in moments if each.phase.startswith("after the reduce-scatter of block")

@@ -7,7 +7,7 @@ import pytest
 from benchmarks.dry_run import dry_run
 from trainer.config.parse import load
 from trainer.memory import experts
-from trainer.memory.estimator import estimate_memory
+from trainer.plan.memory_estimate import estimate_memory
 
 MIXTURE = (
     "model.family=qwen3_moe model.num_layers=3 model.vocab_size=512 model.dim=256 model.head_dim=32 data.corpus=copy "

@@ -17,8 +17,7 @@ from tests.ranks import run_ranks
 from trainer.config import model as model_section
 from trainer.config.job_config import Config
 from trainer.config.parse import load
-from trainer.memory.estimator import estimate_memory
-from trainer.memory.rank import RankMemory
+from trainer.plan.memory_estimate import estimate_memory, rank_memory
 
 PATTERNS = {
     "squared": (LayerKind(feed_forward="squared"), LayerKind(qkv_bias=True)),
@@ -54,7 +53,7 @@ def counted(name: str) -> list[tuple[Counted, float, int, int]]:
         for recompute in RECOMPUTE:
             config = configured(recompute)
             estimate = estimate_memory(config, distributed.get_world_size(), on_cpu=True)
-            numel = RankMemory(config, 1, 0, on_cpu=True).local_numel
+            numel = rank_memory(config, 1, 0, on_cpu=True).local_numel
             found.append(
                 (
                     count(config, steps=2),

@@ -10,9 +10,8 @@ from pathlib import Path
 import pytest
 
 from benchmarks import memory_grid
-from trainer.memory.estimator import phase_estimates
-from trainer.memory.rank import RankMemory
 from trainer.memory.tensors import DTYPE_BYTES, LINES, MemoryTensor
+from trainer.plan.memory_estimate import phase_estimates, rank_memory
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -22,7 +21,7 @@ def drawn(count: int, seed: int) -> set[MemoryTensor]:
     return {
         tensor
         for case in islice(memory_grid.draw_cases(seed), count)
-        for moment in phase_estimates(RankMemory(case.config, case.world_size, case.pp_rank))
+        for moment in phase_estimates(rank_memory(case.config, case.world_size, case.pp_rank))
         for tensor in moment.tensors
     }
 

@@ -37,9 +37,8 @@ from trainer.config import model as model_section
 from trainer.config.job_config import Config
 from trainer.config.sections import OptimizerSection
 from trainer.errors import RankFailedError, ResumeError
-from trainer.memory.estimator import estimate_memory
-from trainer.memory.rank import RankMemory
 from trainer.plan.comm_volume import comm_volumes
+from trainer.plan.memory_estimate import estimate_memory, rank_memory
 from trainer.plan.rank_workload import rank_workload
 from trainer.step.optimizer import Optimizer
 
@@ -303,7 +302,7 @@ def test_planner_and_memory_estimate_count_what_is_declared(
     )
 
     def counted() -> dict[str, float]:
-        rank = RankMemory(config, 2, 0)
+        rank = rank_memory(config, 2, 0)
         work = rank_workload(rank)
         estimate = estimate_memory(config, 2)
         return {

@@ -16,8 +16,7 @@ from trainer.config.job_config import Config
 from trainer.config.parse import load
 from trainer.errors import ConfigError
 from trainer.hardware.device_specs import device_names, load_device
-from trainer.memory.estimator import phase_estimates
-from trainer.memory.rank import RankMemory
+from trainer.plan.memory_estimate import phase_estimates, rank_memory
 from trainer.plan.plan import plan_stage
 from trainer.plan.report import plan_report
 from trainer.plan.run_plan import plan_run
@@ -86,7 +85,7 @@ def test_any_plan_is_made_and_nothing_in_it_is_negative(count: int) -> None:
             assert config.memory.recompute == "auto"
             continue
         for rank in range(found.config.parallelism.pp):
-            for moment in phase_estimates(RankMemory(found.config, world_size, rank)):
+            for moment in phase_estimates(rank_memory(found.config, world_size, rank)):
                 assert all(each.bytes >= 0 for each in moment.tensors), (config, moment)
         assert isfinite(found.step_seconds), config
         assert found.step_seconds > 0, config

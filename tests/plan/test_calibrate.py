@@ -7,9 +7,9 @@ import pytest
 from trainer.config.job_config import Config
 from trainer.hardware.device_specs import DeviceSpec, load_device
 from trainer.hardware.host import node_memory_bytes
-from trainer.memory.rank import RankMemory
 from trainer.plan import calibrate
 from trainer.plan.interconnect import group_topologies
+from trainer.plan.memory_estimate import rank_memory
 from trainer.plan.rank_workload import rank_workload
 from trainer.plan.step_time import RankTimeModel
 
@@ -66,7 +66,7 @@ def test_attention_of_the_measured_length_takes_the_measured_seconds(
 
 def test_bytes_move_at_the_measured_rate(device: DeviceSpec) -> None:
     model = time_model(device)
-    moved = rank_workload(RankMemory(model.config, 1, 0)).memory_traffic["forward"]
+    moved = rank_workload(rank_memory(model.config, 1, 0)).memory_traffic["forward"]
     assert model.memory_seconds("forward") == pytest.approx(
         moved / (2 * BYTES) * SECONDS, rel=1e-3
     )

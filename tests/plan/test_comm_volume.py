@@ -14,12 +14,12 @@ from tests.plan.test_counted_steps import configured
 from tests.test_house import ROOT
 from trainer.config.job_config import Config
 from trainer.config.parse import load
-from trainer.memory.rank import RankMemory
 from trainer.plan.comm_volume import (
     CommVolume,
     Phase,
     comm_volumes,
 )
+from trainer.plan.memory_estimate import rank_memory
 
 # hidden and FFN dimension, sequence length, vocabulary
 E = 128
@@ -56,12 +56,12 @@ def test_sent_bytes_of_each_collective() -> None:
 
 
 def test_one_rank_sends_nothing() -> None:
-    assert comm_volumes(RankMemory(configured(FULL), 1, 0)) == []
+    assert comm_volumes(rank_memory(configured(FULL), 1, 0)) == []
 
 
 def test_fsdp_gathers_weights_twice_and_scatters_gradients_once_per_micro_batch() -> None:
     found = comm_volumes(
-        RankMemory(configured("training.dtype=bfloat16 training.global_batch_size=8"), 2, 0)
+        rank_memory(configured("training.dtype=bfloat16 training.global_batch_size=8"), 2, 0)
     )
     assert of(found, "fsdp", "weights of blocks") == {
         ("all_gather", "forward"): (4 * 3 * 2 * BLOCK / 2, 12),
@@ -78,20 +78,20 @@ def test_fsdp_gathers_weights_twice_and_scatters_gradients_once_per_micro_batch(
     assert of(found, "fsdp", "weights of embedding") == {
         ("all_gather", "forward"): (4 * 2 * V * E / 2, 4)
     }
-    kept = comm_volumes(RankMemory(configured("parallelism.reshard_after_forward=false"), 2, 0))
+    kept = comm_volumes(rank_memory(configured("parallelism.reshard_after_forward=false"), 2, 0))
     assert {*of(kept, "fsdp", "weights of blocks")} == {("all_gather", "forward")}
 
 
 def test_replicas_all_reduce_their_gradient_shards() -> None:
     # One sequence per rank; two replicas of two shards.
-    found = comm_volumes(RankMemory(configured("parallelism.dp_replicate=2"), 4, 0))
+    found = comm_volumes(rank_memory(configured("parallelism.dp_replicate=2"), 4, 0))
     assert of(found, "dp_replicate", "gradients of blocks") == {
         ("all_reduce", "backward"): (3 * 4 * BLOCK / 2, 3)
     }
 
 
 def test_recomputed_blocks_are_gathered_once_more() -> None:
-    found = comm_volumes(RankMemory(configured(f"{KEEP} memory.blocks_per_checkpoint=2"), 2, 0))
+    found = comm_volumes(rank_memory(configured(f"{KEEP} memory.blocks_per_checkpoint=2"), 2, 0))
     calls = {key: calls for key, (_, calls) in of(found, "fsdp", "weights of blocks").items()}
     # Two micro-batches of three blocks; one of the first two saves its input.
     assert calls == {
@@ -103,7 +103,7 @@ def test_recomputed_blocks_are_gathered_once_more() -> None:
 
 def test_a_pipeline_gathers_and_reduces_once_per_step() -> None:
     config = configured("parallelism.pp=2 model.num_layers=4 training.global_batch_size=8")
-    first, last = (comm_volumes(RankMemory(config, 4, place)) for place in range(2))
+    first, last = (comm_volumes(rank_memory(config, 4, place)) for place in range(2))
     blocks = [config.pipeline_plan(4).blocks_per_stage[place] for place in range(2)]
     for count, found in zip(blocks, (first, last), strict=True):
         assert of(found, "fsdp", "weights of blocks") == {
@@ -126,7 +126,7 @@ def test_a_pipeline_gathers_and_reduces_once_per_step() -> None:
 
 def test_a_pipeline_may_reduce_once_per_micro_batch() -> None:
     changes = "parallelism.pp=2 parallelism.pp_reduce_gradients=per_micro_batch model.num_layers=4 training.global_batch_size=8"
-    rank = RankMemory(configured(changes), 4, 0)
+    rank = rank_memory(configured(changes), 4, 0)
     (count,), found = rank.blocks_by_stage.values(), comm_volumes(rank)
     assert of(found, "fsdp", "weights of blocks") == {
         ("all_gather", "step"): (count * 4 * BLOCK / 2, count)
@@ -143,7 +143,7 @@ def test_interleaved_stages_send_to_the_next_and_to_the_previous_one() -> None:
     calls = [
         {
             message.phase: message.calls
-            for message in comm_volumes(RankMemory(config, 2, place))
+            for message in comm_volumes(rank_memory(config, 2, place))
             if message.channel == "pp"
         }
         for place in (0, 1)
@@ -154,7 +154,7 @@ def test_interleaved_stages_send_to_the_next_and_to_the_previous_one() -> None:
 @pytest.mark.parametrize(("policy", "again"), [("none", 0), ("keep_attention", 3), ("full", 4)])
 def test_tp_communicates_eight_times_per_block_plus_recomputation(policy: str, again: int) -> None:
     found = of(
-        comm_volumes(RankMemory(configured(f"{TP} memory.recompute={policy}"), 2, 0)),
+        comm_volumes(rank_memory(configured(f"{TP} memory.recompute={policy}"), 2, 0)),
         "tp",
         "hidden states",
     )
@@ -180,7 +180,7 @@ def test_tp_communicates_per_tile_and_recomputed_blocks_skip_attention() -> None
     # sequence.
     tiled = f"{TP} {KEEP} memory.blocks_per_checkpoint=3 memory.mlp_tile_mib=1 training.seq_len=512 model.ffn_dim=1000"
     found = of(
-        comm_volumes(RankMemory(configured(f"{tiled} training.micro_batch_size=2"), 2, 0)),
+        comm_volumes(rank_memory(configured(f"{tiled} training.micro_batch_size=2"), 2, 0)),
         "tp",
         "hidden states",
     )
@@ -201,7 +201,7 @@ def test_tp_communicates_per_tile_and_recomputed_blocks_skip_attention() -> None
 def test_tp_without_sequence_parallelism_all_reduces() -> None:
     found = of(
         comm_volumes(
-            RankMemory(configured(f"{TP} parallelism.sequence_parallel=false {KEEP}"), 2, 0)
+            rank_memory(configured(f"{TP} parallelism.sequence_parallel=false {KEEP}"), 2, 0)
         ),
         "tp",
         "hidden states",
@@ -217,14 +217,16 @@ def test_tp_without_sequence_parallelism_all_reduces() -> None:
 
 def test_a_replicated_loss_head_all_reduces_its_gradient() -> None:
     found = comm_volumes(
-        RankMemory(configured(f"{TP} parallelism.loss_parallel=false training.seq_len=4096"), 2, 0)
+        rank_memory(
+            configured(f"{TP} parallelism.loss_parallel=false training.seq_len=4096"), 2, 0
+        )
     )
     gradient = of(found, "tp", "gradients of replicated weights")
     assert gradient == {("all_reduce", "backward"): (4 * 4 * V * E, 4)}
     assert of(found, "tp", "losses") == {("all_gather", "forward"): (4 * 4 * 2048, 4)}
     assert of(found, "tp", "hidden states of the loss head") == {}
     tied = comm_volumes(
-        RankMemory(
+        rank_memory(
             configured(
                 f"{TP} parallelism.loss_parallel=false model.tie_embeddings=true training.dtype=bfloat16"
             ),
@@ -241,7 +243,7 @@ def test_a_replicated_loss_head_all_reduces_its_gradient() -> None:
 def test_loss_parallel_reduces_three_numbers_per_token() -> None:
     found = of(
         comm_volumes(
-            RankMemory(configured(f"{TP} training.seq_len=4096 memory.loss_chunk_mib=8"), 2, 0)
+            rank_memory(configured(f"{TP} training.seq_len=4096 memory.loss_chunk_mib=8"), 2, 0)
         ),
         "tp",
         "loss reductions",
@@ -252,7 +254,7 @@ def test_loss_parallel_reduces_three_numbers_per_token() -> None:
 def test_small_messages_are_not_counted() -> None:
     norms = [
         of(
-            comm_volumes(RankMemory(configured(f"{TP} model.dim={width}"), 2, 0)),
+            comm_volumes(rank_memory(configured(f"{TP} model.dim={width}"), 2, 0)),
             "tp",
             "gradients of replicated weights",
         )
@@ -264,7 +266,7 @@ def test_small_messages_are_not_counted() -> None:
 @pytest.mark.parametrize("method", ["ring", "alltoall", "allgather"])
 def test_a_ring_distributes_kv_and_reduces_kv_gradients_in_float32(method: str) -> None:
     changes = f"parallelism.cp=4 parallelism.cp_method={method} training.dtype=bfloat16"
-    found = comm_volumes(RankMemory(configured(f"{changes} {FULL}"), 4, 0))
+    found = comm_volumes(rank_memory(configured(f"{changes} {FULL}"), 4, 0))
     # Three blocks, four sequences, three destinations, K and V of two heads.
     keys = 12 * 3 * 2 * (T / 4) * 2 * 32
     there, back = {"ring": ("send",) * 2, "alltoall": ("all_to_all",) * 2}.get(
@@ -276,7 +278,7 @@ def test_a_ring_distributes_kv_and_reduces_kv_gradients_in_float32(method: str) 
     }
     assert of(found, "cp", "gradients of KV") == {(back, "backward"): (4 * keys, hops)}
     narrow = comm_volumes(
-        RankMemory(configured(f"{changes} parallelism.cp_reduce_dtype=bfloat16"), 4, 0)
+        rank_memory(configured(f"{changes} parallelism.cp_reduce_dtype=bfloat16"), 4, 0)
     )
     assert of(narrow, "cp", "gradients of KV") == {(back, "backward"): (2 * keys, hops)}
     assert (there, "recompute") not in of(narrow, "cp", "KV")
@@ -284,7 +286,7 @@ def test_a_ring_distributes_kv_and_reduces_kv_gradients_in_float32(method: str) 
 
 def test_hybrid_exchanges_heads_and_repeats_kv_heads_until_they_divide() -> None:
     changes = "parallelism.cp=4 parallelism.cp_method=hybrid parallelism.cp_ulysses=2 parallelism.cp_outer_method=ring"
-    found = comm_volumes(RankMemory(configured(f"{changes} model.num_kv_heads=1 {KEEP}"), 4, 0))
+    found = comm_volumes(rank_memory(configured(f"{changes} model.num_kv_heads=1 {KEEP}"), 4, 0))
     # Half goes to the other rank.
     queries, keys = (12 * 2 * 4 * (T / 4) * heads * 32 / 2 for heads in (4, 2))
     phases = ("forward", "backward", "recompute")
@@ -292,7 +294,7 @@ def test_hybrid_exchanges_heads_and_repeats_kv_heads_until_they_divide() -> None
         ("all_to_all", phase): (queries, 24) for phase in phases
     }
     assert of(found, "exchange", "KV") == {("all_to_all", phase): (keys, 24) for phase in phases}
-    twice = comm_volumes(RankMemory(configured(f"{changes} model.num_kv_heads=1 {FULL}"), 4, 0))
+    twice = comm_volumes(rank_memory(configured(f"{changes} model.num_kv_heads=1 {FULL}"), 4, 0))
     assert of(twice, "exchange", "KV")["all_to_all", "recompute"] == (2 * keys, 48)
     # One KV head of half of the sequence.
     assert of(found, "rotate", "KV") == {
@@ -305,7 +307,7 @@ def test_attention_beyond_the_host_budget_is_recomputed() -> None:
         config = configured(
             f"{KEEP} memory.offload=inputs_and_attention memory.host_budget_gib={gib}"
         )
-        return RankMemory(config, 1, 0).attention_recompute_fraction
+        return rank_memory(config, 1, 0).attention_recompute_fraction
 
     inputs = 3 * 4 * E * T
     attended = 4 * (E + 4) * T
@@ -320,8 +322,8 @@ COUNTED_FORMULAS = """
 import sys
 
 from trainer.config.parse import load
-from trainer.memory.rank import RankMemory
 from trainer.plan.comm_volume import comm_volumes
+from trainer.plan.memory_estimate import rank_memory
 from trainer.plan.rank_workload import rank_workload
 
 config = load(["--config", "llama3_405b_128k"])
@@ -335,7 +337,7 @@ def count(frame, event, argument):
 
 sys.setprofile(count)
 for rank in range(16):
-    memory = RankMemory(config, 4096, rank)
+    memory = rank_memory(config, 4096, rank)
     comm_volumes(memory)
     rank_workload(memory)
 sys.setprofile(None)
@@ -357,7 +359,7 @@ def test_a_pipeline_gathers_fewer_weights_than_fsdp_alone() -> None:
     def gathered(config: Config) -> float:
         found = (
             message
-            for message in comm_volumes(RankMemory(config, 4096, 0))
+            for message in comm_volumes(rank_memory(config, 4096, 0))
             if message.channel == "fsdp"
         )
         return sum(message.bytes for message in found if message.kind == "all_gather")

@@ -14,8 +14,8 @@ from tests.ranks import run_ranks
 from trainer.config import checks
 from trainer.config.job_config import Config
 from trainer.config.parse import load
-from trainer.memory.rank import RankMemory
 from trainer.plan.comm_volume import CommVolume, comm_volumes
+from trainer.plan.memory_estimate import rank_memory
 from trainer.plan.rank_workload import attention_pairs, rank_workload
 
 # All messages but those of norms exceed MIN_COUNTED_BYTES.
@@ -124,14 +124,14 @@ def compare(world_size: int, cases: tuple[str, ...]) -> None:
         assert checks.problems(config, world_size) == [], case
         for found in ranks:
             compare_traffic(
-                case, config, found, comm_volumes(RankMemory(config, world_size, found.pp_rank))
+                case, config, found, comm_volumes(rank_memory(config, world_size, found.pp_rank))
             )
         for pp_rank in {found.pp_rank for found in ranks}:
-            predicted = rank_workload(RankMemory(config, world_size, pp_rank))
+            predicted = rank_workload(rank_memory(config, world_size, pp_rank))
             there = [found for found in ranks if found.pp_rank == pp_rank]
             for found in there:
                 assert sum(predicted.matmul_flops.values()) == found.matmul_flops, case
-            rank = RankMemory(config, world_size, pp_rank)
+            rank = rank_memory(config, world_size, pp_rank)
             busiest = max(found.pairs for found in there)
             padded = 0.02 if "seq_len=250" in case else 0
             assert attention_pairs(rank) * rank.num_micro_batches == pytest.approx(
@@ -209,6 +209,6 @@ def test_memory_traffic_is_estimated_within_10_percent(world_size: int) -> None:
     for case, *found in zip(
         BOUND[world_size], *run_ranks(counted_bytes, world_size, BOUND[world_size]), strict=True
     ):
-        rank = RankMemory(configured(case), world_size, 0, on_cpu=True)
+        rank = rank_memory(configured(case), world_size, 0, on_cpu=True)
         predicted = sum(rank_workload(rank).memory_traffic.values())
         assert predicted == pytest.approx(max(found), rel=0.1), case

@@ -17,7 +17,7 @@ from parallelisms.mesh.message_bytes import MIN_COUNTED_BYTES
 from tests.memory.test_estimator import FOUR, FULL, HALF, KEEP, configured
 from tests.ranks import run_ranks
 from trainer.errors import ConfigError
-from trainer.memory.estimator import estimate_memory_per_pp_rank
+from trainer.plan.memory_estimate import estimate_memory_per_pp_rank
 from trainer.trace.operators import OpCounterMode, fake_process_group
 
 TILES = "memory.mlp_tile_mib=1"

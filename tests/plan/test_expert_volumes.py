@@ -15,8 +15,8 @@ from parallelisms.mesh import collectives
 from tests.ranks import run_ranks
 from tests.system.in_process import configured, dataset_of
 from tests.system.runs import write_run
-from trainer.memory.rank import RankMemory
 from trainer.plan.comm_volume import comm_volumes
+from trainer.plan.memory_estimate import rank_memory
 from trainer.step.distributed import World
 from trainer.step.trainer import Trainer
 
@@ -69,7 +69,7 @@ def exchanged(folder: Path, options: tuple[str, ...]) -> tuple[dict[str, float],
     with pytest.MonkeyPatch.context() as monkeypatch:
         monkeypatch.setattr(collectives, "all_to_all_tokens_async", counted)
         next(trainer.train_steps())
-    rank = RankMemory(config, world.size, 0, on_cpu=True)
+    rank = rank_memory(config, world.size, 0, on_cpu=True)
     planned = dict[str, float]()
     for volume in comm_volumes(rank):
         if volume.kind == "all_to_all" and ("tokens" in volume.what or "experts" in volume.what):

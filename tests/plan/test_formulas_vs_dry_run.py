@@ -14,8 +14,8 @@ from benchmarks.dry_run import dry_run
 from tests.memory.test_estimator import FOUR, FULL, HALF, KEEP, configured
 from trainer.config import checks
 from trainer.config.job_config import Config
-from trainer.memory.rank import RankMemory
 from trainer.plan.comm_volume import CommVolume, comm_volumes
+from trainer.plan.memory_estimate import rank_memory
 from trainer.plan.rank_workload import rank_workload
 
 SMALL = {
@@ -89,9 +89,9 @@ def test_formulas_match_the_dry_run(world_size: int, changes: str) -> None:
     for pp_rank in end_pp_ranks(config):
         dry = dry_run(config, world_size, rank=pp_rank * (world_size // config.parallelism.pp))
         assert summed(dry.messages) == summed(
-            comm_volumes(RankMemory(config, world_size, pp_rank))
+            comm_volumes(rank_memory(config, world_size, pp_rank))
         )
-        formulas = rank_workload(RankMemory(config, world_size, pp_rank))
+        formulas = rank_workload(rank_memory(config, world_size, pp_rank))
         assert sum(dry.matmul_flops.values()) == pytest.approx(
             sum(formulas.matmul_flops.values()), rel=1e-9
         )
@@ -139,8 +139,8 @@ def test_mixed_layers_match_the_dry_run_of_the_busiest_rank(
     for size, count in (summed(dry.messages) for dry in runs):
         sizes = sizes | size
         calls = calls | count
-    assert (sizes, calls) == summed(comm_volumes(RankMemory(config, 4, 0)))
-    formulas = rank_workload(RankMemory(config, 4, 0))
+    assert (sizes, calls) == summed(comm_volumes(rank_memory(config, 4, 0)))
+    formulas = rank_workload(rank_memory(config, 4, 0))
     attended = max(sum(dry.attention_flops.values()) for dry in runs)
     assert attended == sum(formulas.attention_flops.values())
     assert {sum(dry.matmul_flops.values()) for dry in runs} == {

@@ -14,8 +14,7 @@ from trainer.config.parse import load
 from trainer.errors import ConfigError
 from trainer.hardware.device_specs import load_device
 from trainer.hardware.host import GIB
-from trainer.memory.estimator import estimate_memory
-from trainer.memory.rank import RankMemory
+from trainer.plan.memory_estimate import estimate_memory, rank_memory
 from trainer.plan.memory_options import (
     DEVICE_FRACTION,
     Choice,
@@ -191,7 +190,7 @@ def test_a_chunk_of_logits_is_larger_where_another_moment_is_the_peak() -> None:
 def test_a_chunk_of_logits_is_not_wider_than_all_of_them() -> None:
     """8192 tokens of 8 sequence shards: half a GiB of logits."""
     config = chunk_of(500, "--training.seq_len", "8192")
-    tokens = RankMemory(config, 8, 0).head_tokens
+    tokens = rank_memory(config, 8, 0).head_tokens
     assert tokens * 128256 * 4 < (config.memory.loss_chunk_bytes) < 4 * tokens * 128256 * 4
 
 

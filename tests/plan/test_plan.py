@@ -14,8 +14,8 @@ from trainer.config.job_config import Config
 from trainer.config.parse import CONFIG_DIR, load
 from trainer.hardware.device_specs import MATMUL_SHARE, DeviceSpec, load_device
 from trainer.hardware.host import GIB
-from trainer.memory.estimator import SAVED_ACTIVATIONS
 from trainer.plan import memory_options
+from trainer.plan.memory_estimate import SAVED_ACTIVATIONS
 from trainer.plan.plan import (
     HOST_BYTES_PER_PROCESS,
     HOST_RESERVE_FRACTION,

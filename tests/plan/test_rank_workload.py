@@ -10,7 +10,7 @@ from tests.plan.test_counted_steps import configured
 from trainer.config import checks
 from trainer.config.job_config import Config
 from trainer.config.parse import load
-from trainer.memory.rank import RankMemory
+from trainer.plan.memory_estimate import rank_memory
 from trainer.plan.rank_workload import RankWorkload, attention_pairs, rank_workload
 
 E = 128
@@ -62,14 +62,14 @@ def executed(config: Config) -> float:
 def of_all_ranks(config: Config, world_size: int) -> float:
     pp_ranks = range(config.parallelism.pp)
     return (
-        sum(total(rank_workload(RankMemory(config, world_size, pp_rank))) for pp_rank in pp_ranks)
+        sum(total(rank_workload(rank_memory(config, world_size, pp_rank))) for pp_rank in pp_ranks)
         * world_size
         / config.parallelism.pp
     )
 
 
 def test_flops_match_a_manual_count() -> None:
-    found = rank_workload(RankMemory(configured(), 1, 0))
+    found = rank_workload(rank_memory(configured(), 1, 0))
     block = PROJECTED + OUT + 3 * INNER
     assert found.matmul_flops == {
         "forward": 2 * ROWS * T * 3 * block,
@@ -101,7 +101,7 @@ def test_flops_match_a_manual_count() -> None:
 def test_recomputation_covers_what_gradients_need(
     changes: str, again: int, attention_runs: int
 ) -> None:
-    found = rank_workload(RankMemory(configured(changes), 1, 0))
+    found = rank_workload(rank_memory(configured(changes), 1, 0))
     assert found.matmul_flops["recompute"] == 2 * ROWS * T * again
     assert found.attention_flops["recompute"] == attention_runs * found.attention_flops["forward"]
     assert total(found) == executed(configured(changes))
@@ -148,7 +148,7 @@ def test_redundant_compute_counts_on_every_rank() -> None:
 def test_contiguous_layout_is_bound_by_its_last_rank() -> None:
     ring = "parallelism.cp=4 parallelism.cp_method=ring"
     even, uneven = (
-        attention_pairs(RankMemory(configured(f"{ring} parallelism.cp_layout={layout}"), 4, 0))
+        attention_pairs(rank_memory(configured(f"{ring} parallelism.cp_layout={layout}"), 4, 0))
         for layout in ("headtail", "contiguous")
     )
     assert even == PAIRS / 4
@@ -159,12 +159,12 @@ def test_activations_are_offloaded_for_each_micro_batch() -> None:
     stream = 4 * E * T
     assert (
         rank_workload(
-            RankMemory(configured(f"{FULL} memory.offload=inputs"), 1, 0)
+            rank_memory(configured(f"{FULL} memory.offload=inputs"), 1, 0)
         ).offloaded_bytes
         == ROWS * 3 * stream
     )
     attention = rank_workload(
-        RankMemory(
+        rank_memory(
             configured(
                 f"{KEEP} memory.offload=inputs_and_attention memory.blocks_per_checkpoint=2"
             ),
@@ -173,12 +173,12 @@ def test_activations_are_offloaded_for_each_micro_batch() -> None:
         )
     ).offloaded_bytes
     assert attention == ROWS * (2 * stream + 3 * 4 * (Q + 4) * T)
-    assert rank_workload(RankMemory(configured(FULL), 1, 0)).offloaded_bytes == 0
+    assert rank_workload(rank_memory(configured(FULL), 1, 0)).offloaded_bytes == 0
 
 
 def test_host_optimizer_transfers_weights_per_gather_and_gradients_per_scatter() -> None:
     here, there = (
-        rank_workload(RankMemory(configured(f"memory.optimizer_placement={pp_rank}"), 2, 0))
+        rank_workload(rank_memory(configured(f"memory.optimizer_placement={pp_rank}"), 2, 0))
         for pp_rank in ("device", "host")
     )
     blocks = 3 * (PROJECTED + OUT + 3 * INNER + 2 * E)
@@ -193,13 +193,13 @@ def test_host_optimizer_transfers_weights_per_gather_and_gradients_per_scatter()
 
 def test_optimizer_traffic_covers_weights_gradients_and_moments() -> None:
     parameters = configured().model.build().num_parameters
-    wide = rank_workload(RankMemory(configured(), 1, 0)).optimizer_bytes
+    wide = rank_workload(rank_memory(configured(), 1, 0)).optimizer_bytes
     # Gradient: read for the norm, then read and written clipped with the weight and each moment:
     # two accesses each.
     assert wide == 4 * parameters * (1 + 2 + 2 + 4)
     assert (
         rank_workload(
-            RankMemory(configured("memory.optimizer_dtype=bfloat16"), 1, 0)
+            rank_memory(configured("memory.optimizer_dtype=bfloat16"), 1, 0)
         ).optimizer_bytes
         > wide
     )
@@ -207,13 +207,13 @@ def test_optimizer_traffic_covers_weights_gradients_and_moments() -> None:
 
 def test_compilation_and_saved_activations_reduce_memory_traffic() -> None:
     plain, compiled, again = (
-        rank_workload(RankMemory(configured(changes), 1, 0)).memory_traffic
+        rank_workload(rank_memory(configured(changes), 1, 0)).memory_traffic
         for changes in ("", "training.compile=true", FULL)
     )
     assert all(compiled[phase] < plain[phase] for phase in ("forward", "backward"))
     assert compiled["head"] < plain["head"]
     assert plain["recompute"] == 0 < again["recompute"]
-    half = rank_workload(RankMemory(configured("training.seq_len=128"), 1, 0)).memory_traffic
+    half = rank_workload(rank_memory(configured("training.seq_len=128"), 1, 0)).memory_traffic
     assert plain["forward"] > 1.9 * half["forward"]
 
 
@@ -233,13 +233,13 @@ def test_memory_traffic_matches_a_manual_count() -> None:
     )
     # The FSDP cast reads float32 and writes bfloat16.
     narrowed = config.model.build().num_parameters * (4 + 2)
-    assert rank_workload(RankMemory(config, 1, 0)).memory_traffic["forward"] == forward + narrowed
+    assert rank_workload(rank_memory(config, 1, 0)).memory_traffic["forward"] == forward + narrowed
 
 
 def test_ring_memory_traffic_grows_with_its_size() -> None:
     alone, two, four = (
         rank_workload(
-            RankMemory(
+            rank_memory(
                 configured(
                     f"parallelism.cp={ranks} parallelism.cp_method=ring training.seq_len={ranks * T}"
                 ),

@@ -20,7 +20,7 @@ from trainer.config.overrides import with_overrides
 from trainer.config.parse import load
 from trainer.errors import ConfigError
 from trainer.hardware.device_specs import DeviceSpec, device_names, load_device
-from trainer.memory.estimator import estimate_memory
+from trainer.plan.memory_estimate import estimate_memory
 from trainer.plan.memory_options import DEVICE_FRACTION, fit_memory_options
 from trainer.plan.search import TIE_FACTOR, SearchResult, search
 

@@ -16,8 +16,8 @@ from trainer.hardware.device_specs import (
     DeviceSpec,
     load_device,
 )
-from trainer.memory.rank import RankMemory
 from trainer.plan.critical_path import StepTime, predict_step_time
+from trainer.plan.memory_estimate import rank_memory
 from trainer.plan.rank_workload import rank_workload
 from trainer.plan.step_time import (
     ASYNC_TP_OVERLAP,
@@ -54,7 +54,7 @@ def configured(size: str = "8b", **sections: Any) -> Config:
 def test_one_device_runs_its_flops_at_its_rates() -> None:
     found = timed(memory={"recompute": "none"})
     (stage,) = found.ranks
-    done = rank_workload(RankMemory(configured(memory={"recompute": "none"}), 1, 0))
+    done = rank_workload(rank_memory(configured(memory={"recompute": "none"}), 1, 0))
     # K and V projections are 1024 wide: 8.4 of 218 million weights per block. All others are at
     # least 4096 wide.
     narrow = (
@@ -165,7 +165,7 @@ def test_recomputation_costs_its_flops_and_traffic() -> None:
     assert none.compute["recompute"] == 0
     # All matmuls but the last, 159.4 of 218.1 million weights, and their memory traffic.
     few, many = (
-        rank_workload(RankMemory(configured(memory={"recompute": policy}), 1, 0))
+        rank_workload(rank_memory(configured(memory={"recompute": policy}), 1, 0))
         for policy in ("keep_attention", "full")
     )
     moved = few.memory_traffic["recompute"] / (MEMORY_SHARE * 3350e9)

@@ -15,8 +15,8 @@ from parallelisms.mesh.shard_layout import SeqLayout
 from tests.plan.test_counted_steps import MODEL
 from trainer.config.job_config import Config
 from trainer.hardware.device_specs import load_device
-from trainer.memory.rank import RankMemory
 from trainer.plan.comm_volume import comm_volumes
+from trainer.plan.memory_estimate import rank_memory
 from trainer.plan.plan import plan_stage
 from trainer.plan.rank_workload import attention_pairs, rank_workload
 
@@ -70,7 +70,7 @@ def test_ranks_attend_to_the_pairs_of_the_busiest(pattern: str, method: str, lay
         pattern,
         **{"parallelism.cp": 4, "parallelism.cp_method": method, "parallelism.cp_layout": layout},
     )
-    rank = RankMemory(config, 4, 0)
+    rank = rank_memory(config, 4, 0)
     for kind in rank.kinds:
         pairs = SeqLayout(config.context_plan().resolved_layout, 4, (0, T)).pairs_per_rank(
             kind.window
@@ -96,7 +96,7 @@ def test_layers_with_a_window_send_a_halo_and_the_others_all_kv(method: str) -> 
     )
     sent: dict[tuple[str, str], Any] = {
         (each.what, each.phase): (each.bytes, each.calls, each.kind)
-        for each in comm_volumes(RankMemory(config, 4, 0))
+        for each in comm_volumes(rank_memory(config, 4, 0))
         if each.channel == "cp"
     }
     # Ten layers, four sequences, K and V of 39 tokens.
@@ -120,7 +120,7 @@ def test_a_ring_rotates_kv_where_the_halo_of_a_window_does_not_fit() -> None:
     }
     for tokens, fits in ((2 * T // 4 + 1, True), (2 * T // 4 + 2, False)):
         config = configured("5:1", **options, **{"model.layers": f'[{{"window":{tokens}}}]'})
-        rank = RankMemory(config, 4, 0)
+        rank = rank_memory(config, 4, 0)
         (kind,) = rank.kinds
         assert (rank.blocks[kind].halo is not None) == fits
         assert any(each.what == "the halo" for each in comm_volumes(rank)) == fits

@@ -45,7 +45,7 @@ from trainer.checkpoint.rank_sync import PhaseError
 from trainer.checkpoint.save import SaveRequest, write_checkpoint
 from trainer.errors import EXIT_FAILURE, ConfigError, RunFailedError
 from trainer.launch.restarts import _progress
-from trainer.memory.estimator import estimate_memory
+from trainer.plan.memory_estimate import estimate_memory
 from trainer.plan.memory_options import fit_memory_options
 from trainer.run import train_loop
 from trainer.step.distributed import World

@@ -14,7 +14,7 @@ import torch
 from parallelisms import gradient_check
 from trainer.config.job_config import Config
 from trainer.config.parse import load
-from trainer.memory.rank import RankMemory
+from trainer.plan.memory_estimate import rank_memory
 from trainer.run import auto_compile
 from trainer.run.auto_compile import resolve_auto_compile
 from trainer.step import build
@@ -129,10 +129,10 @@ def test_a_value_that_is_given_stays_and_is_not_checked_here(
 
 
 def test_a_plan_counts_compiled_blocks_and_a_cpus_estimate_does_not() -> None:
-    assert RankMemory(configured(), 1, 0).block.compiled
-    assert not RankMemory(configured(), 1, 0, on_cpu=True).block.compiled
-    assert not RankMemory(configured("--training.deterministic=true"), 1, 0).block.compiled
-    assert RankMemory(configured("--training.compile=true"), 1, 0, on_cpu=True).block.compiled
+    assert rank_memory(configured(), 1, 0).block.compiled
+    assert not rank_memory(configured(), 1, 0, on_cpu=True).block.compiled
+    assert not rank_memory(configured("--training.deterministic=true"), 1, 0).block.compiled
+    assert rank_memory(configured("--training.compile=true"), 1, 0, on_cpu=True).block.compiled
 
 
 @pytest.mark.slow

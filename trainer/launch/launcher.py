@@ -55,9 +55,9 @@ from trainer.launch.predict import predict
 from trainer.launch.remote_weights import with_local_weights
 from trainer.launch.restarts import run_with_restarts
 from trainer.launch.secret import launch_secret
-from trainer.memory.estimator import estimate_memory
 from trainer.metrics import loggers
 from trainer.plan.memory_advice import memory_summary
+from trainer.plan.memory_estimate import estimate_memory
 from trainer.plan.memory_options import Choice, choose_memory_options, describe_choice
 from trainer.resilience.signals import Interrupted, SignalHandler
 from trainer.storage import exit_markers

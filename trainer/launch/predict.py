@@ -18,10 +18,10 @@ from trainer.config.job_config import Config
 from trainer.config.summary import parallelism_summary, topology, warnings
 from trainer.errors import ConfigError
 from trainer.hardware.device_specs import select_device
-from trainer.memory.estimator import estimate_memory
 from trainer.metrics.prediction import Prediction, write_prediction
 from trainer.plan.critical_path import predict_step_time, sequence_cost
 from trainer.plan.memory_advice import memory_summary, out_of_memory_advice
+from trainer.plan.memory_estimate import estimate_memory
 from trainer.plan.memory_options import choose_memory_options, describe_choice
 
 

@@ -121,7 +121,7 @@ def embedding_forward(rank: RankMemory) -> Tensors:
         "residual stream", (rank.block.local_tokens, rank.model.dim), rank.compute_dtype
     )
     by_rank = output._replace(
-        name="the same, by rank", copies=1 if rank.config.training.micro_batch_size > 1 else 0
+        name="the same, by rank", copies=1 if rank.training.micro_batch_size > 1 else 0
     )
     masked = output._replace(name="the same, of this shard's tokens")
     # Sequence parallelism reduce-scatters the output; without it, all tp ranks keep all tokens.
@@ -200,6 +200,6 @@ def gather_over_tp(rank: RankMemory) -> Tensors:
         ),
         gathered,
         gathered._replace(
-            name="the same, in order", copies=1 if rank.config.training.micro_batch_size > 1 else 0
+            name="the same, in order", copies=1 if rank.training.micro_batch_size > 1 else 0
         ),
     )

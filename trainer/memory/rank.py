@@ -8,16 +8,23 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
+from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from itertools import chain
 from math import prod
 from sys import maxsize
 
+from models.config import ModelConfig
 from models.layers import LayerKind
-from parallelisms.mesh.pipeline_plan import SINGLE_STAGE_SCHEDULES
+from parallelisms.mesh.context_plan import ContextPlan
+from parallelisms.mesh.pipeline_plan import SINGLE_STAGE_SCHEDULES, PipelinePlan
 from parallelisms.mesh.shard_layout import SeqLayout
-from trainer.config.job_config import Config
-from trainer.hardware.attention_choice import with_attention_choice
+from trainer.config.sections import (
+    CheckpointSection,
+    MemorySection,
+    ParallelismSection,
+    TrainingSection,
+)
 from trainer.hardware.host import GIB
 from trainer.memory.block import BlockMemory
 from trainer.memory.experts import block_of
@@ -31,27 +38,49 @@ ones.
 """
 
 
-class RankMemory:
-    """Sizes of one pipeline rank. `on_cpu`: attention runs in the CPU's kernel, which alone takes
-    every dtype.
-    """
+@dataclass(frozen=True)
+class RankSettings:
+    """The parts of a configuration that the sizes of a pipeline rank follow from."""
 
-    def __init__(
-        self, config: Config, world_size: int, pp_rank: int, *, on_cpu: bool = False
-    ) -> None:
-        self.config = config
-        self.pp_rank = pp_rank
-        self.model = config.model.build()
-        degrees = config.parallelism.degrees(world_size)
+    model: ModelConfig
+    training: TrainingSection
+    parallelism: ParallelismSection
+    memory: MemorySection
+    checkpoint: CheckpointSection
+    degrees: Mapping[str, int]
+    """Ranks by mesh dimension."""
+    pipeline: PipelinePlan
+    context_plan: ContextPlan
+    pp_rank: int
+    num_micro_batches: int
+    """Per step and data-parallel rank."""
+    num_workers: int
+    """Processes that read data."""
+    attention: str
+    """The kernels of attention, or "cpu" for the CPU's, which alone takes every dtype."""
+    is_compiled: bool
+
+
+class RankMemory:
+    """Sizes of one pipeline rank."""
+
+    def __init__(self, settings: RankSettings) -> None:
+        self.settings = settings
+        self.pp_rank = settings.pp_rank
+        self.model = settings.model
+        self.training = settings.training
+        self.parallelism = settings.parallelism
+        self.memory = settings.memory
+        degrees = settings.degrees
         self.tp = degrees["tp"]
-        self.ep = config.parallelism.ep
-        self.pipeline = config.pipeline_plan(world_size)
+        self.ep = self.parallelism.ep
+        self.pipeline = settings.pipeline
         # FSDP shards over cp as well: its ranks have the same weights and other tokens.
         self.num_shards = degrees["dp_shard"] * degrees["cp"]
         self.num_replicas = degrees["dp_replicate"]
-        self.num_micro_batches = config.micro_batches(world_size)[1]
-        self._set_dtypes(config)
-        self.optimizer_on_host = config.memory.optimizer_placement == "host"
+        self.num_micro_batches = settings.num_micro_batches
+        self._set_dtypes()
+        self.optimizer_on_host = self.memory.optimizer_placement == "host"
         self.is_single_rank = self.num_shards * self.num_replicas == 1
         # FSDP also runs on a single rank where it has to cast weights or move them from the host.
         self.is_sharded = (
@@ -59,15 +88,16 @@ class RankMemory:
             or self.compute_bytes != self.master_bytes
             or self.optimizer_on_host
         )
-        self.recomputes = config.memory.recompute != "none"
-        self._set_sequences(config, degrees["cp"], on_cpu=on_cpu)
-        self.ranks_per_node = min(world_size, config.parallelism.ranks_per_node)
+        self.recomputes = self.memory.recompute != "none"
+        self._set_sequences(degrees["cp"])
+        world_size = prod(degrees.values())
+        self.ranks_per_node = min(world_size, self.parallelism.ranks_per_node)
         self.num_nodes = -(-world_size // self.ranks_per_node)
         self._set_stages()
 
-    def _set_dtypes(self, config: Config) -> None:
+    def _set_dtypes(self) -> None:
         """Dtypes of weights, reductions and moments: float32 where products are bfloat16."""
-        training = config.training
+        training = self.training
         is_bfloat16 = training.dtype == "bfloat16"
         self.compute_dtype = training.dtype
         # bfloat16 runs keep float32 master weights; other dtypes compute, sum and store in one
@@ -75,10 +105,10 @@ class RankMemory:
         self.master_dtype = "float32" if is_bfloat16 else training.dtype
         self.reduce_dtype: str = training.reduce_dtype if is_bfloat16 else self.master_dtype
         self.kv_grad_dtype: str = (
-            config.parallelism.cp_reduce_dtype if is_bfloat16 else self.compute_dtype
+            self.parallelism.cp_reduce_dtype if is_bfloat16 else self.compute_dtype
         )
         self.moment_dtype = (
-            "bfloat16" if config.memory.optimizer_dtype == "bfloat16" else self.master_dtype
+            "bfloat16" if self.memory.optimizer_dtype == "bfloat16" else self.master_dtype
         )
         self.compute_bytes = DTYPE_BYTES[self.compute_dtype]
         self.master_bytes = DTYPE_BYTES[self.master_dtype]
@@ -86,10 +116,10 @@ class RankMemory:
         self.kv_grad_bytes = DTYPE_BYTES[self.kv_grad_dtype]
         self.moment_bytes = DTYPE_BYTES[self.moment_dtype]
 
-    def _set_sequences(self, config: Config, cp: int, *, on_cpu: bool) -> None:
+    def _set_sequences(self, cp: int) -> None:
         """The share of a micro-batch on this rank, and what its blocks hold for it."""
-        training = config.training
-        context_plan = config.context_plan()
+        training = self.training
+        context_plan = self.settings.context_plan
         seq_len = training.seq_len
         padded_len = context_plan.padded_length(training.seq_len)
         self.layout = SeqLayout(
@@ -98,7 +128,7 @@ class RankMemory:
         """Layout of a sequence that is one document; its padding is another."""
         self.tokens = training.micro_batch_size * padded_len // cp
         largest = self._largest_kind()
-        tile_mib = config.memory.mlp_tile_mib
+        tile_mib = self.memory.mlp_tile_mib
         block = BlockMemory(
             self.model,
             kind=largest,
@@ -106,13 +136,13 @@ class RankMemory:
             compute_dtype=self.compute_dtype,
             stats_dtype=self.master_dtype,
             tp=self.tp,
-            sequence_parallel=config.parallelism.sequence_parallel,
-            compiled=config.compiles_on_gpu and (not on_cpu or training.compile is True),
+            sequence_parallel=self.parallelism.sequence_parallel,
+            compiled=self.settings.is_compiled,
             context_plan=context_plan if cp > 1 else None,
-            head_groups=config.memory.head_groups,
+            head_groups=self.memory.head_groups,
             mlp_tile_bytes=None if tile_mib is None else tile_mib << 20,
             sequences=training.micro_batch_size,
-            attention="cpu" if on_cpu else with_attention_choice(config).training.attention,
+            attention=self.settings.attention,
             deterministic=training.deterministic,
             is_padded=padded_len != seq_len,
             layout=self.layout,
@@ -193,7 +223,7 @@ class RankMemory:
     @property
     def head_rows(self) -> int:
         """Vocabulary entries whose logits this rank computes."""
-        return self.model.vocab_size // (self.tp if self.config.parallelism.loss_parallel else 1)
+        return self.model.vocab_size // (self.tp if self.parallelism.loss_parallel else 1)
 
     @cached_property
     def head_shapes(self) -> Shapes:
@@ -236,18 +266,14 @@ class RankMemory:
 
     @property
     def reshards_after_forward(self) -> bool:
-        return (
-            self.is_sharded
-            and self.pipeline.pp == 1
-            and self.config.parallelism.reshard_after_forward
-        )
+        return self.is_sharded and self.pipeline.pp == 1 and self.parallelism.reshard_after_forward
 
     # ---- the loss head
 
     @property
     def head_tokens(self) -> int:
         """Tokens of a micro-batch whose logits this rank computes."""
-        has_all_tokens = self.config.parallelism.loss_parallel or not self.block.sequence_parallel
+        has_all_tokens = self.parallelism.loss_parallel or not self.block.sequence_parallel
         return self.tokens if has_all_tokens else self.tokens // self.tp
 
     @property
@@ -259,7 +285,7 @@ class RankMemory:
 
     @property
     def loss_chunk_tokens(self) -> int:
-        return max(1, self.config.memory.loss_chunk_bytes // (self.master_bytes * self.head_rows))
+        return max(1, self.memory.loss_chunk_bytes // (self.master_bytes * self.head_rows))
 
     # ---- saved activations
 
@@ -291,7 +317,7 @@ class RankMemory:
         """Blocks whose output is recomputed in the backward pass because it is the unsaved input
         of the next block.
         """
-        every = self.config.memory.blocks_per_checkpoint
+        every = self.memory.blocks_per_checkpoint
         return sum(blocks - -(-blocks // every) for blocks in self.blocks_by_stage.values())
 
     @cached_property
@@ -299,8 +325,8 @@ class RankMemory:
         """Share of the rank's blocks that recompute attention: all, none, or those whose output
         exceeds the host budget.
         """
-        if self.config.memory.recompute != "keep_attention":
-            return float(self.config.memory.recompute == "full")
+        if self.memory.recompute != "keep_attention":
+            return float(self.memory.recompute == "full")
         return (
             self.split_outputs(range(self.num_blocks))[1] / self.num_blocks
             if self.num_blocks
@@ -310,7 +336,7 @@ class RankMemory:
     @property
     def host_budget(self) -> float:
         """Bytes of the host for the activations of this rank."""
-        gib = self.config.memory.host_budget_gib
+        gib = self.memory.host_budget_gib
         return maxsize if gib is None else gib * GIB // self.ranks_per_node
 
     @property
@@ -320,7 +346,7 @@ class RankMemory:
 
     def split_inputs(self, groups: range) -> tuple[float, float]:
         """(on the host, on the device): the saved inputs of these groups of a stage's blocks."""
-        if self.config.memory.offload == "none":
+        if self.memory.offload == "none":
             return 0, len(groups)
         return self._split(
             groups, self.num_saved_inputs, self.host_budget // self.block.residual_bytes
@@ -328,7 +354,7 @@ class RankMemory:
 
     def split_outputs(self, blocks: range) -> tuple[float, float]:
         """(saved, recomputed): the attention outputs of these blocks of a stage."""
-        memory = self.config.memory
+        memory = self.memory
         if memory.recompute != "keep_attention":
             return 0, len(blocks)
         if memory.offload != "inputs_and_attention":
@@ -365,7 +391,7 @@ class RankMemory:
         then, are counted there.
         """
         block = self.block
-        memory = self.config.memory
+        memory = self.memory
         kinds = self._kinds_of(stage, num_blocks)
         if not self.recomputes:
             saved = (self.blocks[kind].all_saved(count) for kind, count in kinds.items())

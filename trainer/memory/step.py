@@ -70,7 +70,7 @@ class StepMemory:
     def _always(self) -> Tensors:
         rank = self.rank
         on_host = self.rank.optimizer_on_host
-        kept = checkpoint_copies(rank.config.checkpoint, rank.num_nodes)
+        kept = checkpoint_copies(rank.settings.checkpoint, rank.num_nodes)
         weights = MemoryTensor("shards of weights", (rank.local_numel,), rank.master_dtype)
         moments = MemoryTensor("shards of both moments", (2, rank.local_numel), rank.moment_dtype)
         batch = MemoryTensor(
@@ -109,7 +109,7 @@ class StepMemory:
                 "batch",
                 "trainer/data/loader.py: MicroBatchLoader",
                 STEP,
-                batch._replace(copies=2 * rank.num_micro_batches + rank.config.data.workers),
+                batch._replace(copies=2 * rank.num_micro_batches + rank.settings.num_workers),
                 on_host=True,
             ),
         )
@@ -247,7 +247,7 @@ class StepMemory:
         last = self._block(found.stage, -1)
         alive = autograd_forward(last)
         if rank.recomputes:
-            memory = rank.config.memory
+            memory = rank.memory
             group, position = divmod(blocks - 1, memory.blocks_per_checkpoint)
             is_saved = (
                 memory.recompute == "keep_attention" and memory.offload != "inputs_and_attention"
@@ -307,7 +307,7 @@ class StepMemory:
         if (
             rank.model.tie_embeddings
             and self.block.is_gathered
-            and not rank.config.parallelism.loss_parallel
+            and not rank.parallelism.loss_parallel
         ):
             summed = ends.sum_over_tp(rank)
             yield self._moment(
@@ -331,7 +331,7 @@ class StepMemory:
         """Blocks of a stage at whose backward pass it may hold most: the first and last of the
         first and last checkpoint group, and of each kind.
         """
-        every = self.rank.config.memory.blocks_per_checkpoint
+        every = self.rank.memory.blocks_per_checkpoint
         blocks = self.rank.blocks_by_stage[stage]
         kinds = self.rank.kinds_by_stage[stage]
         sampled = {0, blocks // every * every - 1, blocks - 1}
@@ -404,7 +404,7 @@ class StepMemory:
             this, index, adds=self.weights.adds_at_once and not found.is_first
         )
         yield self._moment(f"in {name} of {block}, backward", base, gathered, gradients, alive)
-        if index % rank.config.memory.blocks_per_checkpoint:
+        if index % rank.memory.blocks_per_checkpoint:
             recomputed = recomputed_input(
                 self._block(found.stage, index - 1)
             ) + self._recomputed_for(index)
@@ -471,7 +471,7 @@ class StepMemory:
                     alive + self.weights.next_block(index) + self.weights.computed(computed),
                 )
             return
-        position = index % self.rank.config.memory.blocks_per_checkpoint
+        position = index % self.rank.memory.blocks_per_checkpoint
         recomputed = self._recomputed_for(index)
         # The inputs of a group of blocks are recomputed together, which uses up what is gathered
         # ahead.
@@ -485,13 +485,13 @@ class StepMemory:
     def _is_last_of_group(self, index: int) -> bool:
         return (
             index + 1
-        ) % self.rank.config.memory.blocks_per_checkpoint == 0 or index == self.rank.num_blocks - 1
+        ) % self.rank.memory.blocks_per_checkpoint == 0 or index == self.rank.num_blocks - 1
 
     def _recomputed_for(self, index: int) -> Tensors:
         """Recomputed tensors of the checkpoint group before block `index`: block outputs, and
         attention outputs that were not saved.
         """
-        position = index % self.rank.config.memory.blocks_per_checkpoint
+        position = index % self.rank.memory.blocks_per_checkpoint
         _, recomputed = self.rank.split_outputs(range(index - position, index))
         return self.block.block_input(copies=position) + self.block.attention_output(
             copies=recomputed
@@ -504,7 +504,7 @@ class StepMemory:
         if index == 0:
             return ()
         rank = self.rank
-        memory = self.rank.config.memory
+        memory = self.rank.memory
         group, position = divmod(index, memory.blocks_per_checkpoint)
         preceding_input = () if position else self._hosted_input(group - 1)
         if memory.head_groups > 1 or memory.offload != "inputs_and_attention":

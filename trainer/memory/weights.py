@@ -76,14 +76,12 @@ class WeightMemory:
                 ),
             )
         # With resharding only one block is gathered; the one ahead is counted by `next_block`.
-        gathered = (
-            min(1, num_blocks) if rank.config.parallelism.reshard_after_forward else num_blocks
-        )
+        gathered = min(1, num_blocks) if rank.parallelism.reshard_after_forward else num_blocks
         blocks_of_pass = self.gathered("weights of blocks", rank.block_shapes, gathered)
         if rank.model.tie_embeddings:
             tied = self.gathered("weights of embedding and head", rank.head_shapes)
             return tied + blocks_of_pass
-        if rank.config.parallelism.reshard_after_forward:
+        if rank.parallelism.reshard_after_forward:
             return blocks_of_pass
         return self.gathered("weights of the embedding", rank.embed_shapes) + blocks_of_pass
 

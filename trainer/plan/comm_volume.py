@@ -114,7 +114,7 @@ def fsdp_units(rank: RankMemory) -> Iterator[FSDPUnit]:
     for kind, count in rank.kinds.items():
         block_runs = micro_batches * count
         gathers: dict[Phase, float] = {"forward": block_runs}
-        if rank.config.parallelism.reshard_after_forward:
+        if rank.parallelism.reshard_after_forward:
             # The backward pass gathers a block once for itself, and once more to recompute the
             # next block's input.
             again = rank.num_recomputed_blocks * count / rank.num_blocks
@@ -154,7 +154,7 @@ def _fsdp_volumes(rank: RankMemory) -> Iterator[CommVolume]:
     # Gradients that are reduced once follow the last backward pass, outside of any micro-batch.
     reduces_once = rank.pipeline.pp > 1 and not rank.pipeline.reduces_per_micro_batch
     reduce_phase: Phase = "step" if reduces_once else "backward"
-    replicas = rank.config.parallelism.dp_replicate
+    replicas = rank.parallelism.dp_replicate
     for unit in fsdp_units(rank):
         shards = rank.num_shards // unit.ep
         channel = unit.channel
@@ -227,7 +227,7 @@ def _block_collectives(rank: RankMemory) -> Iterator[tuple[bool, Phase, float, i
     have others.
     """
     blocks = rank.num_blocks
-    tiles = rank.block.num_tiles(rank.config.training.micro_batch_size)
+    tiles = rank.block.num_tiles(rank.training.micro_batch_size)
     dense = blocks - sum(count for kind, count in rank.kinds.items() if kind.feed_forward == "moe")
     again = rank.num_recomputed_blocks
     both: tuple[Phase, Phase] = ("forward", "backward")
@@ -249,7 +249,7 @@ def _embedding_and_head_calls(rank: RankMemory) -> TPCalls:
     """Hidden states leaving a sharded embedding or entering a sharded loss head."""
     is_sequence_parallel = rank.block.sequence_parallel
     size = rank.block.residual_bytes
-    is_loss_parallel = rank.config.parallelism.loss_parallel
+    is_loss_parallel = rank.parallelism.loss_parallel
     gathers = 1 if is_sequence_parallel else 0
     reduction = "reduce_scatter" if is_sequence_parallel else "all_reduce"
     if rank.has_first_stage and (is_loss_parallel or not rank.model.tie_embeddings):
@@ -284,7 +284,7 @@ def _replicated_grad_calls(rank: RankMemory) -> TPCalls:
             weights.append((prod(each.shape_of(model.sizes)), blocks))
     if rank.block.sequence_parallel:
         weights.append((model.dim, in_head))
-        if not rank.config.parallelism.loss_parallel:
+        if not rank.parallelism.loss_parallel:
             weights.append((model.vocab_size * model.dim, in_head + in_embedding))
     for elements, calls in weights:
         yield (
@@ -302,7 +302,7 @@ def _loss_calls(rank: RankMemory) -> TPCalls:
     """
     if not rank.has_last_stage:
         return
-    if not rank.config.parallelism.loss_parallel:
+    if not rank.parallelism.loss_parallel:
         if rank.block.sequence_parallel:
             yield "losses", "all_gather", "forward", rank.master_bytes * rank.tokens / rank.tp, 1
         return
@@ -331,7 +331,7 @@ def _cp_volumes(rank: RankMemory) -> Iterator[CommVolume]:
 def _cp_volumes_of(
     rank: RankMemory, plan: ContextPlan, kind: LayerKind, num_layers: int
 ) -> Iterator[CommVolume]:
-    groups = rank.config.memory.head_groups
+    groups = rank.memory.head_groups
     halo = rank.blocks[kind].halo
     calls = rank.num_micro_batches * num_layers * groups
     queries, kv = (

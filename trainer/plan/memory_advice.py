@@ -15,7 +15,7 @@ from trainer.config.overrides import with_overrides
 from trainer.config.sections import ParallelismSection
 from trainer.config.toml_format import toml_value
 from trainer.hardware.host import GIB
-from trainer.memory.estimator import MemoryEstimate, estimate_memory
+from trainer.plan.memory_estimate import MemoryEstimate, estimate_memory
 from trainer.storage.durable_io import format_bytes
 
 MESH_SAVINGS: dict[str, dict[str, Any]] = {

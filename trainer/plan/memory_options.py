@@ -16,8 +16,12 @@ from trainer.config.sections import MIN_LOSS_CHUNK_MIB
 from trainer.config.toml_format import toml_value
 from trainer.errors import ConfigError
 from trainer.hardware.host import GIB
-from trainer.memory.estimator import SAVED_ACTIVATIONS, MemoryEstimate, estimate_memory
-from trainer.memory.rank import RankMemory
+from trainer.plan.memory_estimate import (
+    SAVED_ACTIVATIONS,
+    MemoryEstimate,
+    estimate_memory,
+    rank_memory,
+)
 
 DEVICE_FRACTION = 0.9
 HOST_FRACTION = 0.75
@@ -183,7 +187,7 @@ def _largest_chunk(
 
 def _is_wider_than_all_logits(config: Config, world_size: int) -> bool:
     """Whether half of the chunk has room for every token of a micro-batch."""
-    rank = RankMemory(config, world_size, config.parallelism.pp - 1)
+    rank = rank_memory(config, world_size, config.parallelism.pp - 1)
     is_smallest = config.memory.loss_chunk_bytes >> 20 == MIN_LOSS_CHUNK_MIB
     return not is_smallest and rank.loss_chunk_tokens // 2 >= rank.head_tokens
 

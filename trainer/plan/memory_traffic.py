@@ -172,7 +172,7 @@ def memory_traffic(rank: RankMemory) -> dict[str, float]:
     micro_batches = rank.num_micro_batches
     forward = backward = recompute = 0.0
     for kind, count in rank.kinds.items():
-        block = BlockTraffic(rank, kind, compiled=rank.config.compiles_on_gpu)
+        block = BlockTraffic(rank, kind, compiled=rank.block.compiled)
         forward += count * (block.attention_input + block.cp_attention + block.feed_forward)
         backward += count * block.backward
         if rank.recomputes:
@@ -215,7 +215,7 @@ def _loss_head(rank: RankMemory) -> float:
     rows, dim = rank.head_shapes[0]
     chunks = -(-tokens // rank.loss_chunk_tokens)
     total = head.norm(head.hidden) + head.norm_backward(head.hidden)
-    logits = BlockTraffic(rank, compiled=rank.config.compiles_on_gpu)
+    logits = BlockTraffic(rank, compiled=rank.block.compiled)
     total += logits.moved(tokens * rows, LOGITS) + head.moved(tokens * dim, COPY)
     # The weight gradient is zero-filled once, and at the end read, scaled and rounded.
     total += head.moved(rows * dim, ((1, 2),))

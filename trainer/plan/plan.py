@@ -20,14 +20,6 @@ from trainer.errors import ConfigError
 from trainer.hardware.attention_choice import attention_problems, with_attention_choice
 from trainer.hardware.device_specs import DeviceSpec
 from trainer.hardware.host import GIB
-from trainer.memory.estimator import (
-    SAVED_ACTIVATIONS,
-    MemoryEstimate,
-    estimate_memory_per_pp_rank,
-    exceeds,
-    fullest_estimates,
-)
-from trainer.memory.rank import RankMemory
 from trainer.memory.tensors import DTYPE_BYTES
 from trainer.plan import memory_options
 from trainer.plan.comm_volume import attention_bytes
@@ -35,6 +27,14 @@ from trainer.plan.critical_path import StepTime, predict_step_time
 from trainer.plan.document import format_gib
 from trainer.plan.interconnect import first_groups_of, used_domain_size
 from trainer.plan.memory_advice import Change
+from trainer.plan.memory_estimate import (
+    SAVED_ACTIVATIONS,
+    MemoryEstimate,
+    estimate_memory_per_pp_rank,
+    exceeds,
+    fullest_estimates,
+    rank_memory,
+)
 from trainer.plan.rank_workload import rank_workload
 from trainer.plan.suggestions import competition_key, memory_saving_changes, speedup_changes
 
@@ -209,7 +209,7 @@ class TrainingPlan:
     @property
     def attention_by_window(self) -> dict[int | None, WindowShare]:
         """Attention of the busiest rank."""
-        rank = RankMemory(self.config, self.world_size, self.step_time.busiest.pp_rank)
+        rank = rank_memory(self.config, self.world_size, self.step_time.busiest.pp_rank)
         layers = Counter(kind.window for kind in rank.kinds.elements())
         sent = attention_bytes(rank)
         return {

@@ -100,8 +100,8 @@ def attention_pairs(rank: RankMemory, window: int | None = None) -> float:
     Padding is a separate document. Every shard layout but `contiguous` splits one document into
     equal work, if there is no window.
     """
-    training = rank.config.training
-    plan = rank.config.context_plan()
+    training = rank.training
+    plan = rank.settings.context_plan
     if window is not None:
         return (
             training.micro_batch_size

@@ -18,11 +18,11 @@ from trainer.hardware.device_specs import (
     select_device,
 )
 from trainer.hardware.host import GIB
-from trainer.memory.estimator import MemoryEstimate
 from trainer.memory.tensors import LINES
 from trainer.plan.console import show
 from trainer.plan.critical_path import sequence_cost
 from trainer.plan.document import BarChart, LineChart, PlanReport, StackedBar, Table, format_gib
+from trainer.plan.memory_estimate import MemoryEstimate
 from trainer.plan.plan import Suggestion, TrainingPlan, plan_stage
 from trainer.plan.run_plan import RunPlan, plan_run
 from trainer.plan.search import SearchResult, describe_layout, layout_toml, why_slower

@@ -15,9 +15,9 @@ from typing import Any
 
 from trainer.config.job_config import Config
 from trainer.hardware.device_specs import DeviceSpec
-from trainer.memory.estimator import MemoryEstimate
 from trainer.plan.critical_path import StepTime, step_time_of
 from trainer.plan.interconnect import group_topologies
+from trainer.plan.memory_estimate import MemoryEstimate
 from trainer.plan.plan import Suggestion, TrainingPlan, WindowShare, plan_stage
 from trainer.plan.rank_clock import RankClock
 from trainer.plan.search import SearchResult

@@ -20,10 +20,10 @@ from trainer.hardware.device_specs import (
     MATMUL_HALF_RATE_DIM,
     DeviceSpec,
 )
-from trainer.memory.rank import RankMemory
 from trainer.plan import interconnect
 from trainer.plan.comm_volume import HALO, CommVolume, comm_volumes
 from trainer.plan.interconnect import GroupTopology
+from trainer.plan.memory_estimate import rank_memory
 from trainer.plan.rank_workload import rank_workload
 from trainer.trace.pieces import HOST
 
@@ -138,7 +138,7 @@ class RankTimeModel:
         self.config = config
         self.device = device
         self.groups = groups
-        self.rank = RankMemory(config, world_size, pp_rank)
+        self.rank = rank_memory(config, world_size, pp_rank)
         self.block, self.workload, self._messages = (
             self.rank.block,
             rank_workload(self.rank),

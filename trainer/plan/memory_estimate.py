@@ -1,4 +1,6 @@
-"""Peak memory of a step by closed formulas, for every pipeline rank. Imports no torch."""
+"""Peak memory of a step of a configuration, by closed formulas, for every pipeline rank. Imports no
+torch.
+"""
 
 from __future__ import annotations
 
@@ -6,8 +8,9 @@ from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
 from trainer.config.job_config import Config
+from trainer.hardware.attention_choice import with_attention_choice
 from trainer.memory.passes import fullest_ranks
-from trainer.memory.rank import RankMemory
+from trainer.memory.rank import RankMemory, RankSettings
 from trainer.memory.step import StepMemory
 from trainer.memory.tensors import (
     SAVED_ACTIVATIONS,
@@ -26,7 +29,32 @@ __all__ = [
     "exceeds",
     "fullest_estimates",
     "phase_estimates",
+    "rank_memory",
 ]
+
+
+def rank_memory(
+    config: Config, world_size: int, pp_rank: int, *, on_cpu: bool = False
+) -> RankMemory:
+    """Sizes of one pipeline rank. `on_cpu`: with the attention kernel of the CPU."""
+    attention = "cpu" if on_cpu else with_attention_choice(config).training.attention
+    return RankMemory(
+        RankSettings(
+            model=config.model.build(),
+            training=config.training,
+            parallelism=config.parallelism,
+            memory=config.memory,
+            checkpoint=config.checkpoint,
+            degrees=config.parallelism.degrees(world_size),
+            pipeline=config.pipeline_plan(world_size),
+            context_plan=config.context_plan(),
+            pp_rank=pp_rank,
+            num_micro_batches=config.micro_batches(world_size)[1],
+            num_workers=config.data.workers,
+            attention=attention,
+            is_compiled=config.compiles_on_gpu and (not on_cpu or config.training.compile is True),
+        )
+    )
 
 
 def estimate_memory(config: Config, world_size: int, *, on_cpu: bool = False) -> MemoryEstimate:
@@ -58,7 +86,7 @@ def exceeds(config: Config, world_size: int, limit: float) -> bool:
     """Whether some rank needs more than `limit` bytes of its device. Ends at the first moment
     that does, so it is faster than a peak.
     """
-    ranks = (RankMemory(config, world_size, rank) for rank in _fullest_ranks(config, world_size))
+    ranks = (rank_memory(config, world_size, rank) for rank in _fullest_ranks(config, world_size))
     return any(moment.device_bytes > limit for rank in ranks for moment in phase_estimates(rank))
 
 
@@ -77,7 +105,7 @@ def _fullest_ranks(config: Config, world_size: int) -> Iterable[int]:
 def _estimates(
     config: Config, world_size: int, pp_ranks: Iterable[int], *, on_cpu: bool
 ) -> list[MemoryEstimate]:
-    ranks = (RankMemory(config, world_size, pp_rank, on_cpu=on_cpu) for pp_rank in pp_ranks)
+    ranks = (rank_memory(config, world_size, pp_rank, on_cpu=on_cpu) for pp_rank in pp_ranks)
     return [_peak([*phase_estimates(rank)]) for rank in ranks]
 
 
