@@ -206,10 +206,11 @@ def sharing(ranks: int, method: str) -> dict[str, object]:
 
 def most(model: str, gpus: int) -> list[str]:
     """The longest sequence that fits, and what stops longer ones."""
-    length, found, _ = longest_sequence(of_size(model, 64 * K, 64 * K), gpus, DEVICE)
-    if not length:
+    found = longest_sequence(of_size(model, 64 * K, 64 * K), gpus, DEVICE)
+    if not found.best:
         return [model, f"{gpus:,}", "none", "", "", ""]
     plan = found.best[0]
+    length = plan.config.training.seq_len
     stops = (
         "host memory"
         if plan.host_memory_needed / plan.usable_host_memory

@@ -29,7 +29,8 @@ from trainer.plan.search import search
 from trainer.slurm.__main__ import main as slurm_main
 
 ROOT = Path(__file__).resolve().parents[2]
-TINY = ["--model", "llama3/debug", "--seq-len", "512", "--device", "h100-80gb", "--gpus", "2"]
+TRACED = ["--model", "llama3/debug", "--seq-len", "512", "--device", "h100-80gb", "--gpus", "2"]
+TINY = [*TRACED, "--quick"]
 SMALL_STEPS = ["--training.global_batch_size", "4", "--training.steps", "2"]
 
 
@@ -58,7 +59,7 @@ def check_status(name: str, ranks: int, monkeypatch: pytest.MonkeyPatch) -> int:
 def test_the_configuration_passes_the_check_and_is_the_best_of_the_search(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    words = ["long", "--model", "llama3/8b", "--tokenizer", "byte", "--seq-len", "128K"]
+    words = ["long", "--model", "llama3/8b", "--tokenizer", "byte", "--seq-len", "128K", "--quick"]
     assert main([*words, "--device", "h200", "--gpus", "8", "--corpus", "texts"]) == 0
     assert files_in(folder) == ["long.md", "long.toml"]
     assert check_status("long", 8, monkeypatch) == 0
@@ -123,7 +124,8 @@ def test_a_terminal_is_asked_once_for_each_choice_that_is_missing(folder: Path) 
     # The first answer is refused. An empty one takes the suggestion, which a corpus has none of.
     answers = ["llama3/9b", "llama3/debug", "", "2", "", "texts"]
     mine, theirs = pty.openpty()
-    command = [sys.executable, "-m", "trainer.new", "asked", "--seq-len", "512", *SMALL_STEPS]
+    command = [sys.executable, "-m", "trainer.new", "asked", "--seq-len", "512", "--quick"]
+    command += SMALL_STEPS
     with subprocess.Popen(
         command,
         stdin=theirs,
@@ -161,7 +163,7 @@ def read_terminal(descriptor: int) -> bytes:
 def test_a_cluster_gets_the_script_that_slurm_renders(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    words = ["--model", "llama3/debug", "--seq-len", "16K", "--device", "h100-80gb"]
+    words = ["--model", "llama3/debug", "--seq-len", "16K", "--device", "h100-80gb", "--quick"]
     cluster = ["--nodes", "2", "--partition", "gpu", "--account", "lab", "--slurm.memory", "0"]
     assert main(["job", *words, *cluster, "--corpus", "texts"]) == 0
     assert "slurm submit --config job.toml" in capsys.readouterr().out
@@ -188,6 +190,7 @@ def test_a_job_has_time_for_two_steps_and_two_checkpoints_before_its_end() -> No
         "1M",
         "--corpus",
         "texts",
+        "--quick",
     ]
     mesh = ["--parallelism.cp", "32", "--training.micro_batch_size", "1"]
     assert (
@@ -261,7 +264,7 @@ def test_a_run_that_fits_nowhere_exits_with_3_and_says_what_would_fit(
 ) -> None:
     device = folder / "small.toml"
     device.write_text('extends = "h100-80gb"\n[device]\nmemory_gib = 0.4\n')
-    words = ["--model", "llama3/debug", "--device", "small.toml", "--corpus", "texts"]
+    words = ["--model", "llama3/debug", "--device", "small.toml", "--corpus", "texts", "--quick"]
     assert main(["big", *words, "--gpus", "1", "--seq-len", "128K"]) == 3
     shortage, devices, length = capsys.readouterr().err.splitlines()
     assert "131,072 tokens fit no layout of 1 x small; with " in shortage
@@ -286,7 +289,17 @@ def test_a_folder_gives_weights_and_tokenizer_and_warns_of_longer_sequences(
     folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     source = model_folder(folder / "model")
-    words = ["--seq-len", "256", "--device", "h100-80gb", "--gpus", "2", "--corpus", "texts"]
+    words = [
+        "--seq-len",
+        "256",
+        "--device",
+        "h100-80gb",
+        "--gpus",
+        "2",
+        "--corpus",
+        "texts",
+        "--quick",
+    ]
     assert main(["tuned", "--model", "model", *words, "--training.global_batch_size", "2"]) == 0
     assert "the weights were trained for 64 tokens" in capsys.readouterr().out
     config = load(["--config", "tuned.toml"])
@@ -309,7 +322,17 @@ def test_a_name_of_the_hub_is_what_was_downloaded(folder: Path) -> None:
         blob = hashlib.sha256(path.read_bytes()).hexdigest()
         path.rename(model / "blobs" / blob)
         (model / "snapshots/0123abc" / path.name).symlink_to(Path("../../blobs") / blob)
-    words = ["--seq-len", "64", "--device", "h100-80gb", "--gpus", "1", "--corpus", "texts"]
+    words = [
+        "--seq-len",
+        "64",
+        "--device",
+        "h100-80gb",
+        "--gpus",
+        "1",
+        "--corpus",
+        "texts",
+        "--quick",
+    ]
     assert main(["hub", "--model", "hf:me/tiny", *words, "--training.global_batch_size", "2"]) == 0
     initial = load(["--config", "hub.toml"]).checkpoint.initial_load_path
     assert initial == f"hf:{model / 'snapshots/0123abc'}"
@@ -317,7 +340,15 @@ def test_a_name_of_the_hub_is_what_was_downloaded(folder: Path) -> None:
 
 @pytest.mark.ranks
 def test_what_was_written_trains(folder: Path) -> None:
-    command = ["trained", *TINY, "--corpus", "texts", *SMALL_STEPS, "--training.dtype", "float32"]
+    command = [
+        "trained",
+        *TRACED,
+        "--corpus",
+        "texts",
+        *SMALL_STEPS,
+        "--training.dtype",
+        "float32",
+    ]
     assert main(command) == 0
     done = launched(folder / "trained.toml", folder / "run", processes=2)
     assert done.statuses == [0], done.said

@@ -153,6 +153,7 @@ def test_search_prints_toml(capsys: pytest.CaptureFixture[str]) -> None:
                 "8",
                 "--seq-len",
                 "65536",
+                "--quick",
             ]
         )
         == 0
@@ -182,6 +183,7 @@ def test_search_prints_toml(capsys: pytest.CaptureFixture[str]) -> None:
                 "--gpus",
                 "1",
                 "--longest",
+                "--quick",
             ]
         )
         == 3

@@ -1,5 +1,6 @@
 """`longhaul new NAME`: a configuration, the plan that explains it and a SLURM script, from a model,
-a length, devices and a corpus. Trains nothing. Imports no torch but for a model's tokenizer.
+a length, devices and a corpus. Trains nothing. Imports no torch but for traces and a model's
+tokenizer.
 """
 
 from __future__ import annotations
@@ -57,6 +58,7 @@ def build_parser() -> CommandParser:
     add("--text-only", action="store_true", help="as for longhaul hf import")
     add("--ignore-key", action="append", default=[], metavar="NAME", help="as --text-only")
     add("--force", action="store_true", help="replace files that exist")
+    add("--quick", action="store_true", help="as for longhaul plan search")
     return parser
 
 
@@ -70,7 +72,7 @@ def run(options: Namespace, overrides: list[str]) -> int:
     given = given_values(options.name, overrides)
     require_new_files(options.name, files.values(), force=options.force)
     new = RunChoices(options, given, os.environ, is_terminal=is_terminal()).new_run()
-    result = new.fastest_layouts(overrides)
+    result = new.fastest_layouts(overrides, quick=options.quick)
     best = result.best[0]
     files["toml"].write_text(new.toml(best.config, best.step_seconds))
     # From the file, as a run will read it.

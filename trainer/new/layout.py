@@ -27,6 +27,7 @@ from trainer.new.epochs import describe_repetition
 from trainer.new.model_source import ModelSource
 from trainer.plan import search as layouts
 from trainer.plan.__main__ import pinned_keys
+from trainer.plan.run_plan import search_by_traces
 from trainer.plan.search import TOML_SECTIONS, SearchResult, describe_layout
 from trainer.slurm.__main__ import render_script
 from trainer.storage.run_dir import RunDir
@@ -84,8 +85,8 @@ class NewRun:
             remarks.append(repetition)
         return remarks
 
-    def fastest_layouts(self, overrides: Sequence[str]) -> SearchResult:
-        """The layouts that fit, fastest first.
+    def fastest_layouts(self, overrides: Sequence[str], *, quick: bool = False) -> SearchResult:
+        """The layouts that fit, fastest first, by traces of them or, if `quick`, by formulas.
 
         Raises `ConfigError` if the run cannot start, `DoesNotFitError` if none fits.
         """
@@ -93,7 +94,8 @@ class NewRun:
         if problems := [*_problems(config)]:
             raise ConfigError(problems)
         pinned = pinned_keys(overrides)
-        result = layouts.search(config, self.world_size, self.device, pinned=pinned)
+        find = partial(layouts.search, config, self.world_size, pinned=pinned)
+        result = find(self.device) if quick else search_by_traces(find, self.device)
         if result.problems:
             raise ConfigError([*result.problems])
         if not result.best and not result.not_fitting and pinned:

@@ -23,6 +23,7 @@ from trainer.commands import (
     writable_file,
 )
 from trainer.config import checks
+from trainer.config.job_config import Config
 from trainer.config.parse import load, parse_arguments
 from trainer.config.sections import MAX_SEQ_LEN
 from trainer.config.training_stages import Recipe
@@ -37,7 +38,15 @@ from trainer.hardware.device_specs import (
     select_device,
 )
 from trainer.plan.document import PlanReport
-from trainer.plan.run_plan import plan_run, traced_layouts
+from trainer.plan.run_plan import plan_run, search_by_traces
+from trainer.plan.search import (
+    SEQ_LEN_STEP,
+    SearchResult,
+    fewest_devices,
+    longest_sequence,
+    with_seq_len,
+)
+from trainer.plan.search import search as search_layouts
 
 DESCRIPTION = "Predicts memory, step time and cost of a run. Exits with 3 if it does not fit."
 SEARCH = """\
@@ -59,7 +68,6 @@ def main(argv: Sequence[str]) -> int:
 
 def plan(options: Namespace, overrides: Sequence[str]) -> int:
     from trainer.plan.report import plan_report
-    from trainer.plan.search import with_seq_len
 
     config = load(overrides)
     if options.seq_len:
@@ -77,7 +85,6 @@ def plan(options: Namespace, overrides: Sequence[str]) -> int:
 
 
 def search(options: Namespace, overrides: Sequence[str]) -> int:
-    from trainer.plan import search as layouts
     from trainer.plan.report import search_report
 
     if options.longest + options.fewest + bool(options.seq_len and options.longest) > 1:
@@ -86,49 +93,58 @@ def search(options: Namespace, overrides: Sequence[str]) -> int:
         )
     config = require_single_stage(load(overrides), typed("plan", "search"))
     device = selected_device(options, config)
-    # What the command line states is the user's choice: the search must keep it.
-    pinned = pinned_keys(overrides)
     world_size = requested_world_size(options, device)
-    shortage = ""
-    file_tokens = config.training.tokens_per_step
-    if options.seq_len:
-        config = layouts.with_seq_len(config, options.seq_len)
-    title = f"{config.job.name} with {config.training.seq_len:,} tokens per sequence"
     if options.fewest and world_size:
         raise ConfigError(["--fewest finds the number of devices: leave out --gpus and --nodes"])
-    # The question decides what varies: the number of devices, the sequence length, or the layout
-    # alone.
-    if options.fewest:
-        world_size, result = layouts.fewest_devices(config, device, pinned=pinned)
-        title += (
-            f": {world_size:,} x {device.name}" if world_size else " fits no number of devices"
-        )
-    elif not world_size:
+    if not options.fewest and not world_size:
         raise ConfigError(
             ["--gpus or --nodes is missing: give the number of devices, or --fewest"]
         )
-    elif options.longest:
-        seq_len, result, shortage = layouts.longest_sequence(
-            config, world_size, device, pinned=pinned
-        )
-        found = f"at most {seq_len:,}" if seq_len else f"fewer than {layouts.SEQ_LEN_STEP:,}"
-        title = f"{config.job.name} on {world_size:,} x {device.name}: {found} tokens per sequence"
-        config = layouts.with_seq_len(config, seq_len) if seq_len else config
+    file_tokens = config.training.tokens_per_step
+    if options.seq_len:
+        config = with_seq_len(config, options.seq_len)
+    # What the command line states is the user's choice: the search must keep it.
+    pinned = pinned_keys(overrides)
+    if world_size is None:
+        find = partial(fewest_devices, config, pinned=pinned)
     else:
-        result = layouts.search(config, world_size, device, pinned=pinned)
-        title += f" on {world_size:,} x {device.name}"
-    if options.trace:
-        result = traced_layouts(result)
-    remarks = [f"longer sequences do not fit: {shortage}"] if shortage else []
-    if config.training.tokens_per_step != file_tokens:
+        finder = longest_sequence if options.longest else search_layouts
+        find = partial(finder, config, world_size, pinned=pinned)
+    result = find(device) if options.quick else search_by_traces(find, device)
+    remarks = [f"longer sequences do not fit: {result.shortage}"] if result.shortage else []
+    found = result.best[0].config if result.best else config
+    if found.training.tokens_per_step != file_tokens:
         remarks.append(
-            f"a step has {config.training.tokens_per_step:,} tokens here, and {file_tokens:,} in the configuration"
+            f"a step has {found.training.tokens_per_step:,} tokens here, and {file_tokens:,} in the configuration"
         )
-    emit_report(
-        search_report(result, title, device, notes=[*remarks, *option_notes(options, config)]),
-        options.html,
-    )
+    notes = [*remarks, *option_notes(options, config)]
+    title = search_title(options, config, world_size, device, result)
+    emit_report(search_report(result, title, device, notes=notes), options.html)
     return EXIT_SUCCESS if result.best else EXIT_DOES_NOT_FIT
+
+
+def search_title(
+    options: Namespace,
+    config: Config,
+    world_size: int | None,
+    device: DeviceSpec,
+    result: SearchResult,
+) -> str:
+    best = result.best[0] if result.best else None
+    name = config.job.name
+    if options.longest:
+        length = (
+            f"at most {best.config.training.seq_len:,}" if best else f"fewer than {SEQ_LEN_STEP:,}"
+        )
+        return f"{name} on {world_size:,} x {device.name}: {length} tokens per sequence"
+    name += f" with {config.training.seq_len:,} tokens per sequence"
+    if options.fewest:
+        return (
+            f"{name}: {best.world_size:,} x {device.name}"
+            if best
+            else f"{name} fits no number of devices"
+        )
+    return f"{name} on {world_size:,} x {device.name}"
 
 
 def calibrate(options: Namespace, _: Sequence[str]) -> int:
@@ -166,9 +182,9 @@ def build_parser() -> CommandParser:
     add_devices(searching)
     add = searching.add_argument
     add(
-        "--trace",
+        "--quick",
         action="store_true",
-        help="plan the layouts that were found from traces, seconds each",
+        help="by formulas alone: without traces of the layouts that were found, seconds each",
     )
     add(
         "--longest",

@@ -8,9 +8,10 @@ run.fits, run.memory_shortages, run.days, run.stages
 from __future__ import annotations
 
 from collections import Counter, defaultdict
+from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
-from operator import attrgetter
+from math import inf
 from typing import Any
 
 from trainer.config.job_config import Config
@@ -20,11 +21,12 @@ from trainer.plan.interconnect import group_topologies
 from trainer.plan.memory_estimate import MemoryEstimate
 from trainer.plan.plan import Suggestion, TrainingPlan, WindowShare, plan_stage
 from trainer.plan.rank_clock import RankClock
-from trainer.plan.search import SearchResult
+from trainer.plan.search import SearchResult, ranked
 from trainer.trace.answers import traced_rank_steps
 from trainer.trace.errors import UntraceableError
 from trainer.trace.rank_step import RankStep
 
+MAX_SEARCHES = 3
 ATTENTION_CHANNELS = ("cp", "rotate", "exchange")
 """Channels over which context parallelism sends queries, keys and values."""
 
@@ -107,16 +109,40 @@ def traced(plan: TrainingPlan) -> TrainingPlan:
     )
 
 
-def traced_layouts(result: SearchResult) -> SearchResult:
-    """The layouts that a search found, by their traces: fastest first, those that do not fit after
-    all apart.
+def search_by_traces(
+    find: Callable[[DeviceSpec], SearchResult], device: DeviceSpec
+) -> SearchResult:
+    """The layouts that a search finds on the device, by their traces.
+
+    Formulas find them. A layout that needs more by its trace is looked for again, by formulas that
+    have less memory, since a leaner form of its mesh may fit.
     """
-    best = sorted(map(traced, result.best), key=attrgetter("step_seconds"))
-    fitting = [plan for plan in best if plan.fits]
+    found: list[SearchResult] = []
+    fitting: list[TrainingPlan] = []
+    ratio = 1.0
+    for _ in range(MAX_SEARCHES):
+        memory = device.memory / ratio
+        host_memory = device.host_memory / ratio
+        found.append(find(replace(device, memory=memory, host_memory=host_memory)))
+        plans = [replace(plan, device=device) for plan in found[-1].best]
+        traces = [*map(traced, plans)]
+        fitting += [trace for trace in traces if trace.fits]
+        excess = [
+            trace.memory_utilization / plan.memory_utilization
+            for plan, trace in zip(plans, traces, strict=True)
+            if not trace.fits
+        ]
+        if not excess:
+            break
+        ratio = max(ratio, *excess)
+    faster = [*map(traced, found[0].not_fitting)]
+    best = ranked([*fitting, *(plan for plan in faster if plan.fits)])
+    seconds = min((plan.step_seconds for plan in best), default=inf)
     return replace(
-        result,
-        best=fitting,
-        not_fitting=[*(plan for plan in best if not plan.fits), *map(traced, result.not_fitting)],
+        found[-1],
+        best=best[: max(1, len(found[0].best))],
+        not_fitting=[plan for plan in faster if not plan.fits and plan.step_seconds < seconds],
+        num_plans=sum(each.num_plans for each in found),
     )
 
 

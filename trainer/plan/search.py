@@ -12,7 +12,7 @@ from __future__ import annotations
 import sys
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice, product
 from math import inf
 from operator import attrgetter, itemgetter
@@ -114,6 +114,8 @@ class SearchResult:
     num_plans: int
     problems: Sequence[str] = ()
     """The most frequent configuration problems, if no layout is valid."""
+    shortage: str = ""
+    """Why longer sequences do not fit, if the longest was asked for."""
 
 
 def search(
@@ -143,13 +145,18 @@ def search(
         if lean:
             not_fitting.append(lean)
     best_seconds = best[0].step_seconds if best else inf
-    # Predictions are not exact to 0.5 %, so memory decides among equals.
-    ties = [plan for plan in best if plan.step_seconds <= TIE_FACTOR * best_seconds]
-    best = sorted(ties, key=attrgetter("memory_utilization")) + best[len(ties) :]
     faster = ([plan for plan in lean if plan.step_seconds < best_seconds] for lean in not_fitting)
     leanest = (min(lean, key=attrgetter("memory_utilization")) for lean in faster if lean)
     problems = [] if bounds else [problem for problem, _ in layouts.problems.most_common(3)]
-    return SearchResult(best, [*islice(leanest, max_results)], layouts.num_plans, problems)
+    return SearchResult(ranked(best), [*islice(leanest, max_results)], layouts.num_plans, problems)
+
+
+def ranked(plans: Iterable[TrainingPlan]) -> list[TrainingPlan]:
+    """The fastest plan of each mesh, fastest first; among equals, by memory."""
+    best = _fastest_per_mesh(plans)
+    # Predictions are not exact to 0.5 %, so memory decides among equals.
+    ties = [plan for plan in best if plan.step_seconds <= TIE_FACTOR * best[0].step_seconds]
+    return sorted(ties, key=attrgetter("memory_utilization")) + best[len(ties) :]
 
 
 def any_layout_fits(
@@ -414,11 +421,9 @@ def with_seq_len(config: ConfigT, seq_len: int) -> ConfigT:
 
 def longest_sequence(
     config: Config, world_size: int, device: DeviceSpec, *, pinned: Sequence[str] = ()
-) -> tuple[int, SearchResult, str]:
-    """(longest sequence length that fits, its layouts, the shortage of longer ones); 0 if none
-    fits.
-
-    Exact to 1/32.
+) -> SearchResult:
+    """The layout of the longest sequence that fits, to within 1/32; none if not even
+    `SEQ_LEN_STEP` does.
     """
 
     def fits(steps: int) -> bool:
@@ -449,13 +454,13 @@ def longest_sequence(
     shortage = (
         "" if leanest is None else f"{high * SEQ_LEN_STEP:,} tokens: {leanest.memory_shortages[0]}"
     )
-    return low * SEQ_LEN_STEP, best_layout(low) if low else beyond, shortage
+    return replace(best_layout(low) if low else beyond, shortage=shortage)
 
 
 def fewest_devices(
     config: Config, device: DeviceSpec, *, max_devices: int = 65_536, pinned: Sequence[str] = ()
-) -> tuple[int, SearchResult]:
-    """The fewest devices on which the run fits; 0 if none.
+) -> SearchResult:
+    """The layout on the fewest devices on which the run fits, if there is one.
 
     Beyond one node, whole nodes in steps of 1/8 of a power of two.
     """
@@ -472,9 +477,7 @@ def fewest_devices(
         else max(device.devices_per_node, world_size // 16)
     )
     world_size = next(filter(fits, range(world_size // 2 + step, world_size, step)), world_size)
-    return world_size, search(
-        config, world_size or max_devices, device, max_results=1, pinned=pinned
-    )
+    return search(config, world_size or max_devices, device, max_results=1, pinned=pinned)
 
 
 # ---- a layout in words

@@ -24,8 +24,10 @@ from torch.nn.utils.stateless import _reparametrize_module
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import _disable_current_modes
 
+from models.moe import MixtureOfExperts
 from models.transformer import TransformerBlock, default_block_forward
 from parallelisms.mesh.collectives import to_local
+from trainer.trace.errors import UntraceableError
 from trainer.trace.operators import OpCounterMode
 from trainer.trace.traffic import nbytes, tensors_of
 
@@ -131,6 +133,9 @@ def compiled_with(counter: OpCounterMode) -> Iterator[None]:
     run_block = compile_piece(forward_with)
 
     def compile_block(block: TransformerBlock, **_: Any) -> None:
+        if any(isinstance(each, MixtureOfExperts) for each in block.modules()):
+            # Its graph breaks where the counts of the experts' rows reach the host.
+            raise UntraceableError("a compiled block of experts without recomputation cannot be traced")
         block.forward_fn = lambda block, *inputs: run_block(
             block, _local_parameters(block), *inputs
         )
