@@ -30,7 +30,7 @@ PAGES = sorted(
         *DOCS.glob("*.md"),
     }
 )
-MAX_WORDS = 41_100
+MAX_WORDS = 41_400
 MODULES = {command: module for command, (module, _, _) in COMMANDS.items()}
 """Modules of the subcommands of `longhaul`."""
 WITHOUT_GPU = ("debug", "debug_1m", "debug_window", "copy", "stages_debug")

@@ -8,6 +8,7 @@ from __future__ import annotations
 import shlex
 import sys
 from importlib import import_module
+from pathlib import Path
 from typing import Any, NamedTuple
 
 
@@ -109,10 +110,12 @@ def resolve(reference: str) -> Any:
 def typed(command: str, *words: object) -> str:
     """The command line of a command of `COMMANDS` and further words, as a reader can type it.
 
-    A process that was started as `longhaul` has it on the path. In a checkout that is not
-    installed there are only the modules.
+    A process that was started as `longhaul` has it on the path, and so has what runs from an
+    installed package, such as a rank. In a checkout that is not installed there are only the
+    modules.
     """
-    if sys.argv[0].startswith("longhaul "):
+    is_checkout = (Path(__file__).parents[1] / "pyproject.toml").is_file()
+    if sys.argv[0].startswith("longhaul ") or not is_checkout:
         program = f"longhaul {command}"
     elif command == "train":
         program = "./run_train.sh"

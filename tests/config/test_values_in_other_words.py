@@ -130,7 +130,7 @@ def test_other_words_lead_to_values_that_exist() -> None:
 def test_names_of_the_hub_are_recognized(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ResumeError, match=r'is "hf:meta-llama/Llama-3.1-8B"$'):
-        resolve_initial_path("meta-llama/Llama-3.1-8B")
+        resolve_initial_path("meta-llama/Llama-3.1-8B", Path())
     run = read(
         tmp_path,
         "",

@@ -16,6 +16,7 @@ from tests.object_server import BUCKET, Proxy
 from tests.system.in_process import configured
 from tests.system.runs import arguments, write_run
 from trainer.checkpoint.__main__ import main as checkpoint_main
+from trainer.checkpoint.initial_weights import resolve_initial_path
 from trainer.config.data import TokenizerSection
 from trainer.config.parse import load
 from trainer.config.toml_format import to_toml
@@ -25,7 +26,6 @@ from trainer.hf import main as hf_main
 from trainer.launch.launcher import load_and_validate
 from trainer.new.model_source import open_model, open_tokenizer_section
 from trainer.storage import object_store as store_module
-from trainer.storage.lineage import origin_of
 from trainer.storage.manifest import read_validated
 from trainer.storage.object_store import RemoteFolder
 from trainer.storage.remote_models import (
@@ -162,14 +162,14 @@ def test_a_model_at_a_url_is_imported_and_a_run_downloads_it(run: Path, tmp_path
     environment = {**os.environ, "NGPU": "1"}
     config, _, problems = load_and_validate(argv, environment, fetching=True)
     assert problems == []
-    local = Path(str(config.checkpoint.initial_load_path).removeprefix("hf:"))
+    # The configuration, and what is recorded of the run, keep the URL.
+    assert config.checkpoint.initial_load_path == f"hf:{URL}"
+    local = resolve_initial_path(f"hf:{URL}", config.data.cache_dir)
     assert contents(local) == {
         name: each
         for name, each in contents(tmp_path / "model").items()
         if name.endswith((".json", ".safetensors", ".txt"))
     }
-    assert origin_of(str(config.checkpoint.initial_load_path)) == f"hf:{URL}"
-    assert origin_of(f"hf:{tmp_path / 'model'}") == f"hf:{tmp_path / 'model'}"
     config, _, problems = load_and_validate(argv, environment)
     assert (problems, config.checkpoint.initial_load_path) == ([], f"hf:{URL}")
     # The model is checked as one in a folder is.

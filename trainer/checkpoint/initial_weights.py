@@ -12,6 +12,7 @@ from trainer.config.data import is_hub_name
 from trainer.config.sections import is_remote
 from trainer.storage import manifest
 from trainer.storage.artifact import DamageError
+from trainer.storage.lineage import local_copy
 from trainer.storage.run_dir import ResumeError, RunDir
 from trainer.storage.train_state import STATE_FILE
 
@@ -34,12 +35,22 @@ def initial_url(initial: str) -> str | None:
     return place if is_remote(place) else None
 
 
-def resolve_initial_path(initial: str) -> Path:
-    """The Hugging Face folder or the checkpoint that `checkpoint.initial_load_path` names.
+def is_absent(initial: str, cache: Path) -> bool:
+    """Whether it is at a URL and was not downloaded to `cache`, which a launch does."""
+    url = initial_url(initial)
+    return url is not None and local_copy(url, cache) is None
+
+
+def resolve_initial_path(initial: str, cache: Path) -> Path:
+    """The Hugging Face folder or the checkpoint that `checkpoint.initial_load_path` names; of a
+    URL, the copy in `cache`.
 
     Raises `ResumeError`.
     """
-    if initial_url(initial) is not None:
+    url = initial_url(initial)
+    if url is not None and (folder := local_copy(url, cache)) is not None:
+        return folder if is_hugging_face(initial) else find_checkpoint(folder)
+    if url is not None:
         raise ResumeError(f"{initial} was not downloaded; the same command downloads it")
     if is_hugging_face(initial):
         return Path(initial.partition(":")[2]).expanduser()

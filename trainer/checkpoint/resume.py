@@ -179,7 +179,8 @@ def _load_initial_weights(initial: str, trainer: Trainer, group: ProcessGroup) -
     Raises `RankFailedError` for a Hugging Face model that only this rank cannot read.
     """
     # Rank 0 chooses: the other run may commit a checkpoint while the ranks look.
-    folder = Path(run_and_gather(lambda: str(resolve_initial_path(initial)), group)[0])
+    cache = trainer.config.data.cache_dir
+    folder = Path(run_and_gather(lambda: str(resolve_initial_path(initial, cache)), group)[0])
     weights = {
         name: tensor
         for name, tensor in trainer.state_dict().items()

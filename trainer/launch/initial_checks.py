@@ -14,7 +14,7 @@ from models.hf_config_write import config_differences
 from models.layers import LayerKind
 from models.rope_config import RopeConfig
 from trainer.checkpoint.initial_weights import (
-    initial_url,
+    is_absent,
     is_hugging_face,
     is_text_only,
     resolve_initial_path,
@@ -57,7 +57,7 @@ def validate_initial_weights(config: Config) -> None:
     # Nor does a URL that is not downloaded, which only a launch does.
     if (
         initial is None
-        or initial_url(initial) is not None
+        or is_absent(initial, config.data.cache_dir)
         or (config.checkpoint.enabled and RunDir(config.output_dir).committed_checkpoints())
     ):
         return
@@ -76,7 +76,7 @@ def validate_initial_weights(config: Config) -> None:
 
 def _compare_with_initial(initial: str, config: Config) -> tuple[list[str], list[str]]:
     """(problems, remarks) of the configured model against the initial weights."""
-    folder = resolve_initial_path(initial)
+    folder = resolve_initial_path(initial, config.data.cache_dir)
     is_hf = is_hugging_face(initial)
     if is_hf and not folder.is_dir():
         return [

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from trainer.checkpoint.initial_weights import initial_url, is_hugging_face, resolve_initial_path
+from trainer.checkpoint.initial_weights import is_absent, is_hugging_face, resolve_initial_path
 from trainer.config.checks import require_vocab_size, tokenizer_problems
 from trainer.config.data import tokenizer_folder
 from trainer.config.job_config import BYTE_VOCAB_SIZE, Config
@@ -34,9 +34,9 @@ def validate_initial_tokenizer(config: Config) -> None:
     initial = config.checkpoint.initial_load_path
     if initial is None or not is_hugging_face(initial) or config.data.is_synthetic:
         return
-    if initial_url(initial) is not None:
+    if is_absent(initial, config.data.cache_dir):
         return
-    folder = resolve_initial_path(initial)
+    folder = resolve_initial_path(initial, config.data.cache_dir)
     has_checkpoint = (
         config.checkpoint.enabled and RunDir(config.output_dir).committed_checkpoints()
     )

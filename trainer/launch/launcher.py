@@ -52,7 +52,7 @@ from trainer.launch.cluster import (
 from trainer.launch.initial_checks import validate_initial_weights
 from trainer.launch.initial_tokenizer import validate_initial_tokenizer
 from trainer.launch.predict import predict
-from trainer.launch.remote_weights import with_local_weights
+from trainer.launch.remote_weights import fetch_initial_weights
 from trainer.launch.restarts import run_with_restarts
 from trainer.launch.secret import launch_secret
 from trainer.metrics import loggers
@@ -293,8 +293,7 @@ def load_and_validate(
     problems += corpora_problems(config) if checking else []
     if fetching and not problems:
         with collecting(problems):
-            config = with_local_weights(config)
-            stages = remaining_stages(config)
+            fetch_initial_weights(config)
     problems += initial_problems(stages[0].config)
     # Memory is chosen last: the estimate of an invalid layout would raise or mislead.
     for each in () if problems else stages:

@@ -5,7 +5,6 @@ torch.
 from __future__ import annotations
 
 from trainer.checkpoint.initial_weights import initial_url
-from trainer.config.overrides import with_overrides
 from trainer.config.training_stages import Recipe
 from trainer.storage.object_store import reporting
 from trainer.storage.remote_checkpoints import RemoteCheckpoints
@@ -13,18 +12,16 @@ from trainer.storage.remote_models import fetch_model
 from trainer.storage.run_dir import RunDir
 
 
-def with_local_weights(config: Recipe) -> Recipe:
-    """The configuration with the local copy of initial weights at a URL.
+def fetch_initial_weights(config: Recipe) -> None:
+    """Downloads initial weights at a URL to `data.cache_dir`, if they are not there. Raises as
+    `fetch_model`.
 
-    A run that has checkpoints resumes from them, and keeps the URL. Raises as `fetch_model`.
+    A run that has checkpoints resumes from them.
     """
     initial = config.checkpoint.initial_load_path
     url = None if initial is None else initial_url(initial)
-    if initial is None or url is None or has_checkpoints(config):
-        return config
-    folder = fetch_model(url, config.data.cache_dir, key="checkpoint.initial_load_path")
-    local = f"{initial.removesuffix(url)}{folder.absolute()}"
-    return with_overrides(config, {"checkpoint.initial_load_path": local})
+    if url is not None and not has_checkpoints(config):
+        fetch_model(url, config.data.cache_dir, key="checkpoint.initial_load_path")
 
 
 def has_checkpoints(config: Recipe) -> bool:

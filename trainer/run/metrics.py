@@ -150,7 +150,7 @@ class MetricsProcessor:
         if (branch := lineage.read(self.run_dir.path)) is not None:
             found["branch"] = branch.describe()
         if (path := self.run_config.checkpoint.initial_load_path) is not None:
-            found["initial_load_path"] = lineage.origin_of(path)
+            found["initial_load_path"] = path
             parent, _ = find_checkpoints(Path(path).expanduser())
             if (parent_id := recorded_run_id(parent.path)) is not None:
                 found["run_id"] = parent_id

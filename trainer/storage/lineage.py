@@ -1,4 +1,4 @@
-"""Where a run comes from: `lineage.json`, and the URL of initial weights. Imports no torch.
+"""Where a run comes from: `lineage.json`, and initial weights at a URL. Imports no torch.
 
 `lineage.json` names the checkpoint of another run that a run branched from.
 The first checkpoint of a branch is its parent's, file by file. The lineage says how the branch
@@ -26,12 +26,13 @@ from trainer.storage.artifact import (
     read_regular,
     write_artifact,
 )
+from trainer.storage.durable_io import write_atomic
 from trainer.storage.train_state import Count, SpikeState, StagePosition, TrainState
 
 LINEAGE_FILE = "lineage.json"
 MAX_SHOWN_CHANGES = 8
 MAX_SHOWN_CHARS = 80
-MAX_URL_BYTES = 4096
+MAX_NAME_BYTES = 4096
 
 
 class Lineage(Artifact):
@@ -169,16 +170,20 @@ def manifest_hash(checkpoint: Path) -> str:
     return hashlib.sha256(data).hexdigest()
 
 
-def origin_file(folder: Path) -> Path:
-    """Where the URL of a downloaded folder is kept: beside it, since it has the URL's files alone."""
-    return folder.with_name(f"{folder.name}.url")
+def record_download(url: str, folder: Path) -> None:
+    """Records beside the folder that it has what is at the URL."""
+    write_atomic(_download_file(url, folder.parent), folder.name.encode())
 
 
-def origin_of(initial: str) -> str:
-    """`checkpoint.initial_load_path` with the URL that the folder was downloaded from, if it was."""
-    prefix, separator, path = initial.rpartition(":")
+def local_copy(url: str, cache: Path) -> Path | None:
+    """The folder in `cache` that was last downloaded from the URL, if it is still here."""
     try:
-        url = read_regular(origin_file(Path(path).expanduser()), max_bytes=MAX_URL_BYTES)
-    except (OSError, DamageError):
-        return initial
-    return f"{prefix}{separator}{url.decode(errors='replace')}"
+        name = read_regular(_download_file(url, cache), max_bytes=MAX_NAME_BYTES).decode()
+    except (OSError, DamageError, UnicodeDecodeError):
+        return None
+    folder = cache / Path(name).name
+    return folder if folder.is_dir() else None
+
+
+def _download_file(url: str, cache: Path) -> Path:
+    return cache / f".{hashlib.sha256(url.encode()).hexdigest()}.url"

@@ -33,7 +33,7 @@ from trainer.storage.artifact import (
     unseal,
 )
 from trainer.storage.durable_io import file_lock, format_bytes, fsync_path, write_and_fsync
-from trainer.storage.lineage import origin_file
+from trainer.storage.lineage import record_download
 from trainer.storage.manifest import MANIFEST_FILE, hash_file, read_validated
 from trainer.storage.object_store import RemoteError, RemoteFolder, reporting
 from trainer.storage.remote_checkpoints import (
@@ -105,7 +105,9 @@ def fetch_model(url: str, cache: Path, *, key: str) -> Path:
             raise ConfigError(
                 [f"{key}: {url} has neither {CONFIG_FILE} nor {MANIFEST_FILE}: it is no model"]
             )
-        return _download(store, listing, cache)
+        folder = _download(store, listing, cache)
+        record_download(url, folder)
+        return folder
 
 
 def fetch_tokenizer(url: str) -> Path:
@@ -213,7 +215,6 @@ def _download(store: RemoteFolder, listing: Listing, cache: Path) -> Path:
             write_and_fsync(temporary / name, content)
             read_validated(temporary)
         fsync_path(temporary)
-        write_and_fsync(origin_file(folder), store.url.encode())
         temporary.rename(folder)
         fsync_path(cache)
     return folder

@@ -135,7 +135,9 @@ def compiled_with(counter: OpCounterMode) -> Iterator[None]:
     def compile_block(block: TransformerBlock, **_: Any) -> None:
         if any(isinstance(each, MixtureOfExperts) for each in block.modules()):
             # Its graph breaks where the counts of the experts' rows reach the host.
-            raise UntraceableError("a compiled block of experts without recomputation cannot be traced")
+            raise UntraceableError(
+                "a compiled block of experts without recomputation cannot be traced"
+            )
         block.forward_fn = lambda block, *inputs: run_block(
             block, _local_parameters(block), *inputs
         )
@@ -214,14 +216,17 @@ def _compiled(
         partition_fn=min_cut_rematerialization_partition,
         decompositions=select_decomp_table(),
     )
-    # The graph keeps what it is traced with.
-    with _disable_current_modes(), patch("torch.compiler.is_compiling", lambda: True):
-        compiled(*(_like(leaf) for leaf in leaves if isinstance(leaf, FakeTensor)))
+    given = [leaf for leaf in leaves if isinstance(leaf, FakeTensor)]
+    # The graph keeps what it is traced with. The first call also runs it, and what a piece makes
+    # by itself, such as a mask, must be fake there, too.
+    with (
+        _disable_current_modes(),
+        given[0].fake_mode,
+        patch("torch.compiler.is_compiling", lambda: True),
+    ):
+        compiled(*map(_like, given))
     return cast(Callable[..., Any], compiled)
 
 
 def _like(x: FakeTensor) -> Tensor:
-    with x.fake_mode:
-        return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype).requires_grad_(
-            x.requires_grad
-        )
+    return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype).requires_grad_(x.requires_grad)

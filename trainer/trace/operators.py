@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache, partial
-from itertools import takewhile
+from itertools import takewhile, zip_longest
 from math import prod
 from typing import Any, NamedTuple
 
@@ -24,6 +24,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.distributed import ProcessGroup
 from torch.testing._internal.distributed import fake_pg  # noqa: F401 - registers the backend "fake"
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map_only
 
 from parallelisms.mesh.message_bytes import MIN_COUNTED_BYTES, sent_bytes
 from trainer.trace.attention_calls import attention_call
@@ -335,6 +336,10 @@ class OpCounterMode(TorchDispatchMode):
                 # Pipeline stages first exchange a flag: 1 if shapes are known in advance.
                 args[0][0].fill_(1)
         else:
+            if tensors and not any(isinstance(x, FakeTensor) for x in tensors):
+                # FakeTensorMode would compute with them.
+                args, kwargs = tree_map_only(Tensor, self._fake.from_tensor, (args, kwargs))
+                tensors = tensors_of((*args, *kwargs.values()))
             result = self._fakes.run(func, tensors, args, kwargs)
         if self._allocates and facts_of(func).allocates:
             for x in tensors_of((result,)):
@@ -458,8 +463,8 @@ def _needs_real_values(
         return _device_type(device or "meta") == "meta"
     if tensors:
         # An operator on real tensors alone gives real values; one fake argument makes the result
-        # fake.
-        return len(others) == len(tensors)
+        # fake. A mask of all pairs of tokens, from rows and columns, would be too large.
+        return len(others) == len(tensors) and _broadcast_numel(others) * 8 <= MAX_REAL_BYTES
     dtype = kwargs.get("dtype")
     if func.overloadpacket is aten.arange and all(isinstance(x, int) for x in args):
         return len(range(*args)) * 8 <= MAX_REAL_BYTES and (
@@ -469,6 +474,12 @@ def _needs_real_values(
         return False
     size = args[0] if args and isinstance(args[0], list | tuple) else args
     return prod(size) * int(dtype.itemsize) <= MAX_REAL_BYTES
+
+
+def _broadcast_numel(tensors: Sequence[Tensor]) -> int:
+    """At most the elements of an elementwise result."""
+    from_last = (reversed(x.shape) for x in tensors)
+    return prod(max(sizes) for sizes in zip_longest(*from_last, fillvalue=1))
 
 
 def _device_type(device: torch.device | str | None) -> str:

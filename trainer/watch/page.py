@@ -421,7 +421,7 @@ def _lineage_tables(branch: Lineage | None, config: Recipe | None) -> Iterator[T
         if len(changes) > MAX_SHOWN_CHANGES:
             rows.append(["changed", f"{len(changes) - MAX_SHOWN_CHANGES} more keys"])
     if config is not None and config.checkpoint.initial_load_path is not None:
-        rows.append(["initial weights", lineage.origin_of(config.checkpoint.initial_load_path)])
+        rows.append(["initial weights", config.checkpoint.initial_load_path])
     if rows:
         yield Table(title="Lineage", columns=["", "from"], rows=rows)
 
