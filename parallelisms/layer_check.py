@@ -20,6 +20,8 @@ TOLERANCE = 1e-9
 """Share of the largest output that rounding may change, where tokens are summed in another
 order.
 """
+ROUNDING = 1e-5
+"""Share of the largest output below which float32 may be the reason."""
 LATER = 8
 """First of the tokens that are changed to see whether earlier ones notice."""
 
@@ -59,21 +61,27 @@ def _problems(sublayer: Sublayer, config: ModelConfig, *, is_mixer: bool) -> Ite
     boundaries = torch.tensor([[0, first, total]], dtype=torch.int32, device="cpu")
     expected_1SE = sublayer(x_1SE, rotation, boundaries)
 
-    def differs(changed: slice, seen: slice) -> bool:
-        """Whether other inputs at `changed` make other outputs at `seen`."""
+    def difference(changed: slice, seen: slice) -> str:
+        """How far other inputs at `changed` change the outputs at `seen`; empty if they do not."""
         with torch.no_grad():
             mixed_1SE = x_1SE.clone()
             mixed_1SE[:, changed] = other_1SE[:, changed]
             found_1SE = sublayer(mixed_1SE, rotation, boundaries)
-            error = (found_1SE - expected_1SE)[:, seen].abs().max()
-            return bool(error > TOLERANCE * expected_1SE.abs().max())
+            error = float(
+                (found_1SE - expected_1SE)[:, seen].abs().max() / expected_1SE.abs().max()
+            )
+            if error <= TOLERANCE:
+                return ""
+            # So small a difference is what rounding to a narrower dtype leaves of equal sums.
+            hint = "; is a part computed in float32?" if error < ROUNDING else ""
+            return f", by {error:.0e} of the largest in float64{hint}"
 
-    if differs(slice(LATER, None), slice(LATER)):
-        yield f"the outputs of tokens 0 to {LATER - 1} change with the tokens after them"
-    if differs(slice(first), slice(first, None)):
-        yield "the outputs of a document change with the tokens of another (see boundaries)"
-    if not is_mixer and differs(slice(1), slice(1, first)):
-        yield "the output of a token changes with the tokens before it, which only a mixer may see"
+    if error := difference(slice(LATER, None), slice(LATER)):
+        yield f"the outputs of tokens 0 to {LATER - 1} change with the tokens after them{error}"
+    if error := difference(slice(first), slice(first, None)):
+        yield f"the outputs of a document change with the tokens of another (see boundaries){error}"
+    if not is_mixer and (error := difference(slice(1), slice(1, first))):
+        yield f"the output of a token changes with the tokens before it, which only a mixer may see{error}"
     yield from _unused(sublayer, expected_1SE, other_1SE)
 
 

@@ -57,7 +57,7 @@ class Signs:
 
     def update(self, weights, states, *, lr, weight_decay, norm):
         for weight in weights:
-            weight.sub_(lr * weight.grad.sign())
+            weight.sub_(torch.where(norm.isfinite(), lr * weight.grad.sign(), 0))
 
 
 def token_loss(logits, targets):
@@ -149,7 +149,8 @@ def test_the_mixer_of_the_page_is_sound_and_trains(install: Install) -> None:
 
 RETURN = 'return F.linear(values + weights["share"] * previous, weights["out_proj.weight"])'
 SIGNATURE = "def forward(self, x, rotation, boundaries):"
-UPDATE = "weight.sub_(lr * weight.grad.sign())"
+CHANGE = "torch.where(norm.isfinite(), lr * weight.grad.sign(), 0)"
+UPDATE = f"weight.sub_({CHANGE})"
 LOSS = 'return F.cross_entropy(logits, targets, reduction="none")'
 
 
@@ -170,6 +171,7 @@ LOSS = 'return F.cross_entropy(logits, targets, reduction="none")'
             r"my state' \(\S*helpers\.py:2\)",
         ),
         (UPDATE, "weight = weight - 1", 'optimizer "signs": 3 updates changed no weight'),
+        (CHANGE, "lr * weight.grad.sign()", "whose norm is not finite must change neither"),
         ("*, lr, weight_decay, norm)", "lr)", "unexpected keyword argument 'weight_decay'"),
         ("return {}", "return parameter", "new_state must return a dict of tensors by name"),
         ("    clips = False\n", "", "has no attribute 'clips'"),

@@ -51,7 +51,10 @@ class ListedRun:
     def row(self, depth: int) -> tuple[str, ...]:
         branched = ""
         if self.lineage is not None:
-            branched = f"{self.lineage}, {self.lineage.describe_parts()}"
+            # A path that a command takes here.
+            parent = os.path.normpath(self.path / self.lineage.parent)
+            here = parent.removeprefix(f"{Path.cwd()}/")
+            branched = f"{here}@{self.lineage.step}, {self.lineage.describe_parts()}"
         indent = "  " * min(depth, MAX_INDENTS)
         return (indent + self.path.name, self.steps, self.state, self.problem or branched)
 

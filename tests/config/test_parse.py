@@ -295,6 +295,17 @@ def test_null_unsets_a_value_of_the_file() -> None:
     )
 
 
+@pytest.mark.parametrize("key", ["job.extension", "parallelism.pp_layers", "metrics.trackers"])
+def test_null_unsets_a_list(key: str, cwd: Path) -> None:
+    (cwd / "mine.toml").write_text(
+        "[job]\nextension = 'lab:parts'\n[metrics]\ntrackers = ['wandb']\n"
+        "[parallelism]\npp = 2\npp_layers = [1, 2]\n"
+    )
+    values = parse_arguments(["--config", "./mine.toml", f"--{key}", "null"]).values
+    section, name = key.split(".")
+    assert values == {section: {name: None}}
+
+
 def test_toml_integers_are_numbers_and_strings_are_paths(cwd: Path) -> None:
     (cwd / "mine.toml").write_text("[optimizer]\nlr = 1\n[job]\noutput_dir = 'x'")
     config = load(["--config", "./mine.toml"])

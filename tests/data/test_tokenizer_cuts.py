@@ -15,10 +15,10 @@ import sentencepiece
 from tests.data.test_tokenizer_contract import LLAMA2, ids_of, places, train
 from trainer.config.source import CorpusSpec
 from trainer.data import huggingface_tokenizer, sentencepiece_tokenizer
-from trainer.data.file_types import sha256_of
 from trainer.data.prepare import prepare
 from trainer.data.text_chunks import EncodingError, cut_nowhere
 from trainer.data.tokenizer import load_tokenizer
+from trainer.data.tokenizer_file_types import sha256_of
 from trainer.errors import DataError
 
 # ---- sentencepiece

@@ -34,12 +34,20 @@ from tests.ranks import run_ranks
 from tests.system.in_process import configured, dataset_of, run_here, trainer_of
 from tests.system.runs import forked, lines, metrics, steps, write_run
 from trainer.config.job_config import Config
+from trainer.config.parse import load
 from trainer.data.loader import MicroBatchLoader
 from trainer.errors import RunFailedError
 from trainer.hardware.device import AsyncHostCopy, Stopwatch
 from trainer.metrics.loggers import ConsoleLogger, format_duration, format_step
 from trainer.metrics.step_metrics import MetricAccumulator, MetricLayout, position_bucket_names
-from trainer.metrics.trackers import DASHBOARD, EXPERT_TAGS, TAGS, dashboard, events_folder
+from trainer.metrics.trackers import (
+    DASHBOARD,
+    EXPERT_TAGS,
+    TAGS,
+    dashboard,
+    events_folder,
+    with_model,
+)
 from trainer.run.metrics import MetricsProcessor
 from trainer.step.trainer import StepMetrics, StepResult, Trainer
 from trainer.storage.run_dir import RunDir
@@ -729,3 +737,11 @@ def text_of(events: EventAccumulator, kind: str) -> str:
     (event,) = events.Tensors(f"train_events/{kind}/text_summary")
     (content,) = event.tensor_proto.string_val
     return str(content, "utf-8")
+
+
+def test_trackers_are_given_the_sizes_that_a_preset_leaves_out() -> None:
+    config = load(["--config", "llama3_8b", "--model.num_layers", "4"])
+    model = config.model.build()
+    given = with_model(config.model_dump(mode="json"), model)["model"]
+    assert (given["size"], given["num_layers"], given["dim"]) == ("8b", 4, 4096)
+    assert given["parameters"] == model.num_parameters

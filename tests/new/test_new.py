@@ -229,6 +229,8 @@ def test_existing_files_are_replaced_only_on_request(
         ("debug", [], 'NAME "debug" is that of a shipped configuration'),
         ("a/b", [], "command line: --job.name a/b must match"),
         ("x", ["--model", "lama3/8b"], "did you mean llama3?"),
+        ("x", ["--model", "llama3/1b"], "no size 1b; did you mean llama3.2/1b?"),
+        ("x", ["--model", "Qwen/Qwen3-0.6B"], 'a model of the Hub is "hf:Qwen/Qwen3-0.6B"'),
         ("x", ["--model", "llama3/9b"], "family llama3 has no size 9b; sizes: debug, 8b, 70b"),
         (
             "x",

@@ -166,6 +166,10 @@ def parse_arguments(argv: Sequence[str]) -> ParsedArguments:
             overrides[option] = str(value)
     values: dict[str, Any] = {}
     for option, value in overrides.items():
+        if value == "null":
+            # Of a list, the parser would make one with nothing in it.
+            values = deep_merge(values, _nested(option.removeprefix("--").split("."), None))
+            continue
         try:
             # Options are parsed one by one, so that a value that cannot be parsed is reported with
             # its option.
@@ -175,6 +179,12 @@ def parse_arguments(argv: Sequence[str]) -> ParsedArguments:
                 f"{COMMAND_LINE}: {option} {_shorten(value)} must be a list such as 1,2 or [1, 2]"
             )
     return ParsedArguments(config=config, values=values, problems=problems)
+
+
+def _nested(path: Sequence[str], value: object) -> dict[str, Any]:
+    """A value in tables of tables."""
+    name, *rest = path
+    return {name: _nested(rest, value) if rest else value}
 
 
 def name_flags(problem: str, argv: Sequence[str]) -> str:

@@ -10,10 +10,10 @@ from typing import Any
 from models.files import MAX_CONFIG_BYTES, MAX_TOKENIZER_BYTES, read_beneath, read_regular
 from trainer.config.data import TOKENIZER_FILE, TokenizerSection, tokenizer_folder
 from trainer.data.byte_level_bpe import PATTERNS, PROBE, bytes_to_unicode
-from trainer.data.file_types import SENTENCEPIECE, TIKTOKEN, detect_file_type
 from trainer.data.sentencepiece_tokenizer import SentencePieceTokenizer
 from trainer.data.tiktoken_tokenizer import TiktokenTokenizer
 from trainer.data.tokenizer import Tokenizer, load_tokenizer, local_section, open_tokenizer
+from trainer.data.tokenizer_file_types import SENTENCEPIECE, TIKTOKEN, detect_file_type
 from trainer.data.tokenizer_folder import (
     ADDED_TOKENS_FILE,
     CONFIG_FILE,

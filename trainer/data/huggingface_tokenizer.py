@@ -26,10 +26,10 @@ from trainer.data.byte_level_bpe import (
     split_pattern,
     tiktoken_ranks,
 )
-from trainer.data.file_types import sha256_of
 from trainer.data.huggingface_cuts import TokenCuts, proved_cuts
 from trainer.data.normalizer_growth import definition_growth, require_normalized_length
 from trainer.data.text_chunks import EncodingError, MayCut, encode_parts, joined, split_text
+from trainer.data.tokenizer_file_types import sha256_of
 from trainer.data.tokenizer_folder import (
     ADDED_TOKENS_FILE,
     CONFIG_FILE,

@@ -23,7 +23,6 @@ from typing import Any
 
 from torch import Tensor
 
-from trainer.data.file_types import sha256_of
 from trainer.data.normalizer_growth import charsmap_growth, require_normalized_length
 from trainer.data.text_chunks import (
     MayCut,
@@ -33,6 +32,7 @@ from trainer.data.text_chunks import (
     neighbours,
     split_text,
 )
+from trainer.data.tokenizer_file_types import sha256_of
 from trainer.errors import DataError
 
 PART_CHARS = 1000

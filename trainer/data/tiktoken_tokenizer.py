@@ -26,8 +26,8 @@ from trainer.data.byte_level_bpe import (
     cuts_of_pattern,
     longest_whitespace,
 )
-from trainer.data.file_types import sha256_of
 from trainer.data.text_chunks import encode_parts, joined, split_text
+from trainer.data.tokenizer_file_types import sha256_of
 from trainer.errors import DataError
 
 if TYPE_CHECKING:

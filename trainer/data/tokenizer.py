@@ -16,9 +16,9 @@ from trainer.config import extension
 from trainer.config.data import TokenizerSection
 from trainer.config.job_config import BYTE_VOCAB_SIZE
 from trainer.config.sections import remote_url
-from trainer.data.file_types import SENTENCEPIECE, TIKTOKEN, detect_file_type
 from trainer.data.sentencepiece_tokenizer import SentencePieceTokenizer
 from trainer.data.tiktoken_tokenizer import TiktokenTokenizer
+from trainer.data.tokenizer_file_types import SENTENCEPIECE, TIKTOKEN, detect_file_type
 from trainer.errors import DataError
 from trainer.storage.remote_models import fetch_tokenizer
 

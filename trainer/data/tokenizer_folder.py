@@ -12,7 +12,7 @@ from typing import Any
 
 from models.files import MAX_CONFIG_BYTES, MAX_TOKENIZER_BYTES, read_beneath
 from trainer.config.data import TOKENIZER_FILE, tokenizer_folder
-from trainer.data.file_types import HUGGING_FACE, detect_file_type
+from trainer.data.tokenizer_file_types import HUGGING_FACE, detect_file_type
 from trainer.errors import DataError
 
 CONFIG_FILE = "tokenizer_config.json"

@@ -1,4 +1,4 @@
-"""Log messages, and loggers of metric records: TensorBoard and the console."""
+"""Log messages, and the console's lines of metric records."""
 
 from __future__ import annotations
 

@@ -12,6 +12,7 @@ import os
 import re
 import time
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from queue import Full, Queue
 from threading import Thread
 from typing import Any, Protocol
@@ -141,6 +142,9 @@ class WeightsAndBiases:
         # them later.
         self._run.define_metric("*", step_metric="step")
         self._seen = set[str]()
+        if os.environ["WANDB_MODE"] == "offline":
+            folder = Path(self._run.dir).parent
+            log.info("Weights & Biases is offline; this sends the run: wandb sync %s", folder)
 
     def log(self, step: int, values: Mapping[str, Value]) -> None:
         self._seen.update(values)
@@ -202,9 +206,10 @@ class MLflow:
 
         is_local = "MLFLOW_TRACKING_URI" not in os.environ
         folder = run.folder.absolute()
-        self._client = MlflowClient(
-            tracking_uri=f"sqlite:///{folder / 'mlflow.db'}" if is_local else None
-        )
+        uri = f"sqlite:///{folder / 'mlflow.db'}" if is_local else None
+        if is_local:
+            log.info("MLflow: mlflow ui --backend-store-uri %s shows the run", uri)
+        self._client = MlflowClient(tracking_uri=uri)
         experiment = self._experiment(folder.as_uri() if is_local else None)
         found = self._client.search_runs(
             [experiment], f"tags.`{self.TAG}` = '{identity}'", max_results=1

@@ -14,6 +14,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from models.config import ModelConfig
 from trainer.config import extension
 from trainer.config.extension import TrackedRun
 from trainer.config.sections import MetricsSection
@@ -239,6 +240,17 @@ def wanted(metrics: MetricsSection) -> list[str]:
     """
     ours = [*(["tensorboard"] if metrics.tensorboard else []), *dict.fromkeys(metrics.trackers)]
     return [*ours, *(name for each in extension.installed() for name in each.extension.trackers)]
+
+
+def with_model(config: Mapping[str, Any], model: ModelConfig) -> dict[str, Any]:
+    """The configuration with the sizes that it leaves to a family's, and the parameters."""
+    sizes = {
+        key: size
+        for key, value in config["model"].items()
+        if value is None and isinstance(size := getattr(model, key, None), int | float)
+    }
+    section = {**config["model"], **sizes, "parameters": model.num_parameters}
+    return {**config, "model": section}
 
 
 def values_of(record: Record) -> dict[str, Value | None]:

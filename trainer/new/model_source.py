@@ -18,7 +18,7 @@ from models.hf import CONFIG_FILE, HuggingFaceError
 from models.presets import FAMILIES
 from trainer.checkpoint.initial_weights import HF_PREFIX
 from trainer.commands import text_or_url
-from trainer.config.data import TokenizerSection, tokenizer_folder
+from trainer.config.data import TokenizerSection, is_hub_name, tokenizer_folder
 from trainer.config.job_config import BYTE_VOCAB_SIZE
 from trainer.config.parse import parse_toml
 from trainer.config.sections import is_remote
@@ -99,19 +99,22 @@ def _from_preset(name: str) -> ModelSource:
     if match is None or match[1] not in FAMILIES:
         family = match[1] if match else name
         known = ", ".join(FAMILIES)
+        hub = f'a model of the Hub is "{HF_PREFIX}{name}"; ' if is_hub_name(name) else ""
         raise ConfigError(
             [
                 f'--model "{name}" is neither a folder with {CONFIG_FILE} nor a preset FAMILY/SIZE; '
-                f"{_nearest(family, FAMILIES)}families: {known}"
+                f"{hub}{_nearest(family, FAMILIES)}families: {known}"
             ]
         )
     family, size = match.groups()
     presets = FAMILIES[family]
     if size not in presets:
+        others = [f"{each}/{size}" for each, sizes in FAMILIES.items() if size in sizes]
+        close = get_close_matches(name, others, n=1)
         raise ConfigError(
             [
                 f'--model "{name}": family {family} has no size {size}; '
-                f"{_nearest(size, presets)}sizes: {', '.join(presets)}"
+                f"{''.join(f'did you mean {each}? ' for each in close) or _nearest(size, presets)}sizes: {', '.join(presets)}"
             ]
         )
     model = presets[size]

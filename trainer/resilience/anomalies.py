@@ -1,4 +1,5 @@
-"""Anomalies of a live run: non-finite gradients, loss spikes, stragglers, and low goodput.
+"""Detectors of anomalies in a live run: loss spikes, repeated non-finite gradients, stragglers,
+experts without tokens, and low goodput.
 
 Decisions use values that are equal on all ranks, so all ranks decide alike. Detector state is part
 of a checkpoint: a resumed run decides as an uninterrupted one.

@@ -29,7 +29,7 @@ from trainer.hardware.host import GIB
 from trainer.metrics.loggers import ConsoleLogger, Record, format_losses, format_or_dash
 from trainer.metrics.prediction import read_prediction
 from trainer.metrics.step_metrics import finite_or_none, position_bucket_names
-from trainer.metrics.trackers import Trackers, values_of, wanted
+from trainer.metrics.trackers import Trackers, values_of, wanted, with_model
 from trainer.resilience.anomalies import (
     MAX_ROLLBACKS,
     CollapseDetector,
@@ -138,7 +138,8 @@ class MetricsProcessor:
             name=config.job.name,
             folder=self.run_dir.path,
             first_step=self.first_step,
-            config=config.model_dump(mode="json"),
+            config=with_model(config.model_dump(mode="json"), self.model)
+            | {"world_size": self.trainer.world.size},
             toml=to_toml(config),
             prediction=self.prediction.model_dump(mode="json", exclude_defaults=True),
             lineage=self._lineage(),
@@ -219,7 +220,7 @@ class MetricsProcessor:
         for text in filter(
             None,
             (
-                self._lineage(),
+                *(f"{name}: {value}" for name, value in self._lineage().items()),
                 *self.prediction.summary,
                 self._expected_imbalance(),
                 self.prediction.memory_summary,
@@ -492,7 +493,7 @@ class MetricsProcessor:
         straggler = self.straggler_detector.observe(ranks, seconds) if self.is_rank_zero else None
         if straggler is not None:
             log.warning("%s", straggler)
-            self._log_event("straggler", **vars(straggler))
+            self._log_event("straggler", step=self.trainer.step, **vars(straggler))
 
     def _build_record(self, result: StepResult, metrics: StepMetrics) -> Record:
         """The record of a step; rates cover all steps since the previous record. Collective."""

@@ -77,7 +77,9 @@ def _try_layers(config: Config, device: torch.device) -> None:
 
 
 def verify_rule(config: OptimizerSection, device: torch.device) -> None:
-    """Raises ValueError if the rule has no states by name, or changes no weight."""
+    """Raises ValueError if the rule has no states by name, changes no weight, or changes something
+    where the norm is not finite.
+    """
     rule = update_rule(config, None)
     _ = rule.clips  # Read before the first step, too.
     # `Optimizer` updates matrices and vectors apart.
@@ -99,6 +101,15 @@ def verify_rule(config: OptimizerSection, device: torch.device) -> None:
             raise ValueError(
                 f'optimizer "{config.name}": {TRIED_UPDATES} updates changed no weight; '
                 "its `update` must change weights in place"
+            )
+        before = [weight.clone(), *(each.clone() for each in state.values())]
+        with torch.no_grad():
+            weight.grad = torch.full_like(grad, torch.inf)
+            rule.update([weight], [state], lr=0.1, weight_decay=0.0, norm=weight.grad.norm())
+        if not all(map(torch.equal, before, [weight, *state.values()])):
+            raise ValueError(
+                f'optimizer "{config.name}": an update whose norm is not finite must change neither '
+                "weights nor states; torch.where(norm.isfinite(), ...) does not wait for the device"
             )
 
 
