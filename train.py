@@ -52,7 +52,7 @@ from trainer.resilience.watchdog import summarize_hang
 from trainer.run.auto_compile import resolve_auto_compile
 from trainer.run.train_loop import train
 from trainer.step.added_parts import require_sound_parts
-from trainer.step.distributed import (
+from trainer.step.process_group import (
     process_group,
     rank_from_environment,
     require_same_checkpoint,

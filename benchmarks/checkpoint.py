@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from trainer.config.job_config import Config
-    from trainer.step.distributed import World
+    from trainer.step.process_group import World
 
 ROOT = Path(__file__).resolve().parents[1]
 LAYERS = 4
@@ -60,7 +60,7 @@ def options(asked: argparse.Namespace, folder: Path, *, asynchronous: bool) -> l
 def rank_main(asked: argparse.Namespace) -> None:
     sys.path.insert(0, str(ROOT))
     from trainer.config.parse import load
-    from trainer.step.distributed import process_group
+    from trainer.step.process_group import process_group
 
     folder = Path(asked.worker)
     configs = [load(options(asked, folder, asynchronous=kind)) for kind in (False, True)]

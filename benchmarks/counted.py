@@ -25,7 +25,7 @@ from parallelisms.activation_offload import OFFLOAD_RANGE
 from trainer.config.job_config import Config
 from trainer.data.copy_task import CopyDataset
 from trainer.data.sequences import BlendedDataset
-from trainer.step.distributed import World
+from trainer.step.process_group import World
 from trainer.step.trainer import Trainer
 
 HEAD = "the head begins"

@@ -45,7 +45,7 @@ def work(options: list[str]) -> None:
     from trainer.config.parse import load
     from trainer.data.copy_task import CopyDataset
     from trainer.data.sequences import BlendedDataset
-    from trainer.step.distributed import World
+    from trainer.step.process_group import World
     from trainer.step.trainer import Trainer
 
     torch.set_num_threads(1)

@@ -17,7 +17,7 @@ from parallelisms.mesh.collectives import to_local
 from tests.build_datasets import build_train_dataset
 from trainer.config.job_config import Config
 from trainer.config.parse import load
-from trainer.step.distributed import process_group
+from trainer.step.process_group import process_group
 from trainer.step.trainer import Trainer
 
 GPU_TESTS = ("tests/models",)

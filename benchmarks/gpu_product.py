@@ -19,7 +19,7 @@ import torch
 
 from benchmarks.gpu_bench import ROOT, Bench, K
 from benchmarks.gpu_steps import MODELS, TINY
-from trainer.hardware.specs import find_table
+from trainer.hardware.spec_tables import find_table
 
 STEPS = 8
 KILLED_AFTER = 5

@@ -30,7 +30,7 @@ from trainer.data.sequences import FULL_SEQUENCE, BlendedDataset, SequenceShard
 from trainer.hardware.host import GIB, node_memory_bytes
 from trainer.plan.memory_options import fit_memory_options
 from trainer.step.build import compiles, require_right_gradients
-from trainer.step.distributed import process_group
+from trainer.step.process_group import process_group
 from trainer.step.trainer import StepMetrics, Trainer
 
 LLAMA_1B = "--model.family llama3.2 --model.size 1b"

@@ -131,7 +131,7 @@ def timed(rung: str, tokens: int) -> dict[str, float]:
 
     from trainer.data.copy_task import CopyDataset
     from trainer.data.sequences import BlendedDataset
-    from trainer.step.distributed import World
+    from trainer.step.process_group import World
     from trainer.step.trainer import Trainer
 
     config = configured(rung, tokens, ITEM | WIDE)
@@ -169,7 +169,7 @@ def _on_rank(rank: int, name: str, world_size: int, folder: Path) -> None:
 
     from benchmarks.counted import count
     from tests.build_datasets import build_train_dataset
-    from trainer.step.distributed import destroy_process_group, init_single_host
+    from trainer.step.process_group import destroy_process_group, init_single_host
 
     torch.set_num_threads(1)
     config = load(["--config", name])

@@ -19,7 +19,7 @@ from torch import distributed
 from tests.build_datasets import build_train_dataset
 from tests.ranks import run_ranks
 from trainer.config.parse import load
-from trainer.step.distributed import World
+from trainer.step.process_group import World
 from trainer.step.trainer import Trainer
 
 ROOT = Path(__file__).resolve().parents[1]

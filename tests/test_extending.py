@@ -133,7 +133,6 @@ def test_a_run_folder_imports_nothing_unless_it_is_named_again(trained: Path) ->
     try:
         for module, *arguments in (
             ("trainer.generate", *words),
-            ("trainer.evaluation.perplexity", "outputs/run"),
             ("trainer.checkpoint", "verify", "outputs/run"),
         ):
             done = command(trained, module, *arguments)
@@ -144,7 +143,17 @@ def test_a_run_folder_imports_nothing_unless_it_is_named_again(trained: Path) ->
                 assert "add --job.extension nemotron_parts:extension" in done.stderr
     finally:
         write_example(trained)
+
+
+@pytest.mark.slow
+def test_a_run_generates_and_is_evaluated_with_the_extension_named(trained: Path) -> None:
+    words = ("outputs/run", "--prompt", "The", "--tokens", "2")
     assert command(trained, "trainer.generate", *words, *GIVEN).returncode == 0
+    refused = command(trained, "trainer.evaluation.perplexity", "outputs/run")
+    assert refused.returncode == 2
+    assert "add --job.extension nemotron_parts:extension" in refused.stderr
+    done = command(trained, "trainer.evaluation.perplexity", "outputs/run", *GIVEN)
+    assert done.returncode == 0, done.stderr
 
 
 @pytest.mark.slow

@@ -79,7 +79,7 @@ DOORS = {
     "tensorboard": set[str](),
     "tiktoken": {"trainer.data.byte_level_bpe", "trainer.data.tiktoken_tokenizer"},
     "tokenizers": {"trainer.data.huggingface_tokenizer"},
-    "tomli": {"trainer.config.parse", "trainer.hardware.specs"},
+    "tomli": {"trainer.config.parse", "trainer.hardware.spec_tables"},
     "torchdata": {"trainer.data.packed_loader", "trainer.data.reader"},
     "trackio": {"trainer.metrics.tracker_clients"},
     "wandb": {"trainer.metrics.tracker_clients"},
@@ -96,16 +96,16 @@ COLLECTIVES = {
     "all_reduce": {"parallelisms.mesh.collectives"},
     "barrier": {"parallelisms.mesh.collectives", "longhaul_attention.__main__"},
     "init_process_group": {
-        "trainer.step.distributed",
+        "trainer.step.process_group",
         "trainer.trace.operators",
         "longhaul_attention.__main__",
     },
     "destroy_process_group": {
-        "trainer.step.distributed",
+        "trainer.step.process_group",
         "trainer.trace.operators",
         "longhaul_attention.__main__",
     },
-    "new_group": {"trainer.step.distributed", "parallelisms.mesh.mesh"},
+    "new_group": {"trainer.step.process_group", "parallelisms.mesh.mesh"},
 }
 OTHER_COLLECTIVES = (
     "all_gather",
@@ -658,7 +658,7 @@ def test_the_environment_is_read_where_processes_begin() -> None:
         "trainer.new.__main__",
         "trainer.preflight",
         "trainer.resilience.signals",
-        "trainer.step.distributed",
+        "trainer.step.process_group",
         "trainer.step.store",
         "trainer.slurm.torchrun_agent",
         # A variable of the library that it does not read beside options of ours.

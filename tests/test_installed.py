@@ -133,7 +133,9 @@ def test_one_name_is_installed(wheel: Path) -> None:
         (("completion", "zsh"), "--training.seq_len"),
         (("plan", "--config", "llama3_8b", "--quick"), "FITS"),
         (("prepare", "--config", "run.toml"), "documents"),
-        (("train", "--config", "run.toml"), "done: all 2 steps"),
+        pytest.param(
+            ("train", "--config", "run.toml"), "done: all 2 steps", marks=pytest.mark.slow
+        ),
     ],
 )
 def test_commands_work_in_a_folder_with_modules_of_the_same_names(

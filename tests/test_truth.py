@@ -42,8 +42,8 @@ from trainer.metrics.step_metrics import MetricAccumulator, position_bucket_name
 from trainer.plan.memory_estimate import rank_memory
 from trainer.plan.rank_workload import attention_pairs
 from trainer.step.build import ParallelModel
-from trainer.step.distributed import process_group
 from trainer.step.lr_schedule import lr_factor
+from trainer.step.process_group import process_group
 
 WINDOWS = (None, 1, 2, 3, 5, 8, 100)
 DOCUMENTS = ([1], [7], [16], [3, 1, 5], [1, 1, 1], [9, 2, 4, 1])

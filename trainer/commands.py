@@ -312,17 +312,23 @@ def folder_or_url(text: str) -> Path | str:
 CHECKPOINT_HELP = "run folder, RUN@STEP or RUN/checkpoints/step-STEP"
 
 
-def checkpoint_path(text: str) -> Path:
-    """An argparse type: a run folder or a checkpoint, of which RUN@STEP is another name."""
+def local_path(text: str) -> Path:
+    """An argparse type: a path of something of a run, and no URL."""
     if OTHER_SCHEME.match(text):
         reason = "checkpoint.remote restores a run from there, and checkpoint.initial_load_path takes its weights"
         raise ArgumentTypeError(f"this command takes what is on this machine: {reason}")
+    return Path(text)
+
+
+def checkpoint_path(text: str) -> Path:
+    """An argparse type: a run folder or a checkpoint, of which RUN@STEP is another name."""
+    path = local_path(text)
     run, at, step = text.rpartition("@")
     # A folder may have an @ in its name.
     is_folder = os.path.exists(text)  # noqa: PTH110 - Path.exists raises for a long name
     if at and step.isascii() and step.isdecimal() and not is_folder:
         return Path(run, "checkpoints", f"step-{step.lstrip('0') or 0}")
-    return Path(text)
+    return path
 
 
 def checkpoint_or_url(text: str) -> Path | str:

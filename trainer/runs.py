@@ -14,7 +14,7 @@ from functools import cached_property
 from pathlib import Path
 
 from trainer.command_table import typed
-from trainer.commands import CommandParser, print_table, run_command
+from trainer.commands import CommandParser, local_path, print_table, run_command
 from trainer.config.parse import load
 from trainer.errors import ConfigError, RunError
 from trainer.storage import exit_markers, lineage
@@ -68,7 +68,7 @@ def build_parser() -> CommandParser:
     parser.add_argument(
         "folder",
         nargs="?",
-        type=Path,
+        type=local_path,
         default=Path("outputs"),
         metavar="FOLDER",
         help="folder of run folders, or a run folder; default: outputs",

@@ -29,7 +29,7 @@ from trainer.checkpoint.manager import CheckpointManager
 from trainer.errors import ConfigError
 from trainer.launch.initial_checks import model_config_from_values, validate_initial_weights
 from trainer.launch.launcher import load_and_validate
-from trainer.step.distributed import World
+from trainer.step.process_group import World
 from trainer.step.trainer import Trainer
 from trainer.storage.manifest import read_state
 from trainer.storage.run_dir import ResumeError, RunDir

@@ -17,7 +17,7 @@ from tests.system.runs import checkpoints, reseal, state, tensors, write_run
 from trainer.checkpoint import load, save
 from trainer.checkpoint.manager import CheckpointManager
 from trainer.errors import UnreadableError
-from trainer.step.distributed import World
+from trainer.step.process_group import World
 from trainer.storage import manifest
 from trainer.storage.run_dir import ResumeError, RunDir
 

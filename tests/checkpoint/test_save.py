@@ -34,7 +34,7 @@ from trainer.checkpoint.manager import CheckpointManager
 from trainer.checkpoint.save import HostStaging
 from trainer.checkpoint.write_tensors import write_tensors
 from trainer.errors import RankFailedError, RunFailedError
-from trainer.step.distributed import World, attempt_name
+from trainer.step.process_group import World, attempt_name
 from trainer.step.trainer import Trainer
 from trainer.storage import manifest
 from trainer.storage.durable_io import fsync_path

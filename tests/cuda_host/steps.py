@@ -34,7 +34,7 @@ from trainer.data.copy_task import CopyDataset
 from trainer.data.sequences import BlendedDataset
 from trainer.hardware.device import AsyncHostCopy
 from trainer.plan.memory_estimate import estimate_memory
-from trainer.step.distributed import World
+from trainer.step.process_group import World
 from trainer.step.trainer import Trainer
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "memory.md"

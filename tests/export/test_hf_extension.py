@@ -47,6 +47,7 @@ def exported(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.slow
 def test_an_export_has_the_names_of_the_declaration(exported: Path) -> None:
     config = json.loads((exported / "hf" / "config.json").read_text())
     assert (config["model_type"], config["hidden_act"]) == ("nemotron_tiny", "relu2")
@@ -89,6 +90,7 @@ def test_an_import_starts_a_run_that_needs_the_extension(exported: Path) -> None
     assert again.returncode == 0, again.stderr
 
 
+@pytest.mark.slow
 def test_neither_imports_code_that_is_not_named(exported: Path) -> None:
     exporting = command(exported, "trainer.hf", "export", "outputs/run", "other")
     assert exporting.returncode == 2

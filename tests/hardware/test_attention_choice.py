@@ -25,7 +25,7 @@ from trainer.hardware import attention_kernels, device
 from trainer.hardware.attention_choice import with_attention_choice
 from trainer.hardware.attention_kernels import attention_choices, fastest_first
 from trainer.hardware.device_specs import DeviceSpec, device_names, load_device
-from trainer.hardware.specs import table_attention_rates
+from trainer.hardware.spec_tables import table_attention_rates
 from trainer.plan.memory_estimate import rank_memory
 from trainer.plan.plan import plan_stage
 from trainer.plan.step_time import RankTimeModel

@@ -9,7 +9,7 @@ import pytest
 
 from trainer.errors import ConfigError
 from trainer.hardware.device_specs import MEMORY_SHARE, device_names, load_device, match_device
-from trainer.hardware.specs import TABLES_DIR
+from trainer.hardware.spec_tables import TABLES_DIR
 
 GIB = 1 << 30
 # As torch.cuda.get_device_name gives them, with the peaks of the vendors' data sheets.

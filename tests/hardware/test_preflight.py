@@ -80,7 +80,7 @@ DYING = STALLING.replace("time.sleep(60)", "import os; os.abort()")
 @pytest.mark.parametrize(
     ("code", "options", "said"),
     [
-        (STALLING, ("--seconds", "12"), "devices: hung, did not end within 12 s"),
+        (STALLING, ("--seconds", "6"), "devices: hung, did not end within 6 s"),
         (DYING, (), "devices: failed, its process ended with -6"),
     ],
     ids=["hangs", "dies"],

@@ -11,8 +11,8 @@ from torch import distributed
 
 from trainer.config.sections import DistributedSection
 from trainer.errors import ConfigError
-from trainer.step import distributed as distributed_module
-from trainer.step.distributed import World, node_count, process_group, rank_from_environment
+from trainer.step import process_group as process_group_module
+from trainer.step.process_group import World, node_count, process_group, rank_from_environment
 
 SRUN = {"SLURM_STEP_ID": "0", "SLURM_NTASKS": "8", "SLURM_PROCID": "5", "SLURM_LOCALID": "1"}
 
@@ -79,7 +79,7 @@ def test_joining_binds_the_process_to_the_numa_node_of_its_device(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     bound: list[torch.device] = []
-    monkeypatch.setattr("trainer.step.distributed.bind_to_numa_node", bound.append)
+    monkeypatch.setattr("trainer.step.process_group.bind_to_numa_node", bound.append)
     with process_group(DistributedSection(start_timeout_minutes=1)) as world:
         assert bound == [world.device]
 
@@ -97,7 +97,7 @@ def test_an_error_destroys_the_process_group() -> None:
 def test_ranks_that_share_a_gpu_are_refused_by_their_numbers(
     uuids: list[str], sharing: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(distributed_module, "all_gather_values", lambda _: uuids)
+    monkeypatch.setattr(process_group_module, "all_gather_values", lambda _: uuids)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(uuid="a"))
     expected = (
         pytest.raises(ConfigError, match=f"^ranks {sharing} share a GPU with another rank")
@@ -105,5 +105,5 @@ def test_ranks_that_share_a_gpu_are_refused_by_their_numbers(
         else nullcontext()
     )
     with expected:
-        distributed_module.require_own_device(torch.device("cuda", 0))
-    distributed_module.require_own_device(torch.device("cpu"))
+        process_group_module.require_own_device(torch.device("cuda", 0))
+    process_group_module.require_own_device(torch.device("cpu"))

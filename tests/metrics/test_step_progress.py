@@ -21,7 +21,7 @@ from tests.ranks import run_ranks
 from tests.system.in_process import configured, dataset_of
 from tests.system.runs import wait_for, write_run
 from trainer.run.progress import ProgressReporter
-from trainer.step.distributed import World
+from trainer.step.process_group import World
 from trainer.step.trainer import Trainer
 
 INTERVAL = 0.006  # seconds between two progress reports

@@ -22,7 +22,7 @@ from parallelisms.mesh.message_bytes import MIN_COUNTED_BYTES
 from trainer.config.job_config import Config
 from trainer.data.copy_task import CopyDataset
 from trainer.data.sequences import BlendedDataset
-from trainer.step.distributed import World
+from trainer.step.process_group import World
 from trainer.step.trainer import Trainer
 
 # Dispatch modes do not see inside custom operators.

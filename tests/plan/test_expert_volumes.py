@@ -17,7 +17,7 @@ from tests.system.in_process import configured, dataset_of
 from tests.system.runs import write_run
 from trainer.plan.comm_volume import comm_volumes
 from trainer.plan.memory_estimate import rank_memory
-from trainer.step.distributed import World
+from trainer.step.process_group import World
 from trainer.step.trainer import Trainer
 
 MIXTURE = (

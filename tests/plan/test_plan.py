@@ -291,6 +291,7 @@ def test_published_tables_enter_whole() -> None:
     assert all(each.why for table in tables() for each in table.left_out)
 
 
+@pytest.mark.slow
 def test_the_page_counts_the_rows_of_each_table_and_names_the_constants_chosen_by_some() -> None:
     found = [*tables()]
     page = report(found)
@@ -304,6 +305,7 @@ def test_the_page_counts_the_rows_of_each_table_and_names_the_constants_chosen_b
     assert {"UPipe", "PyTorch CP", "ALST", "TRL", "torchtitan, compile"} <= chosen_by
 
 
+@pytest.mark.slow
 def test_a_mixture_on_racks_is_predicted_near_its_published_rate() -> None:
     (row,) = (row for row in rows() if row.setting == "qwen3_moe 235b-a22b, 4K, 256 x GB200")
     full_racks = plan_stage(row.config, 256, replace(row.device, link_domain_used=72))

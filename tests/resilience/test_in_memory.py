@@ -48,7 +48,7 @@ from trainer.launch.restarts import _progress
 from trainer.plan.memory_estimate import estimate_memory
 from trainer.plan.memory_options import fit_memory_options
 from trainer.run import train_loop
-from trainer.step.distributed import World
+from trainer.step.process_group import World
 from trainer.step.trainer import StepResult
 from trainer.storage.artifact import HEADER_BYTES
 from trainer.storage.run_dir import RunDir

@@ -29,7 +29,7 @@ from trainer.checkpoint import in_memory
 from trainer.checkpoint import memory_folder as memory
 from trainer.checkpoint.in_memory import InMemoryCheckpoints
 from trainer.checkpoint.memory_folder import Copy, newest_whole
-from trainer.step.distributed import World
+from trainer.step.process_group import World
 from trainer.storage.artifact import HEADER_BYTES
 from trainer.storage.run_dir import RunDir
 
@@ -291,7 +291,7 @@ def files_of(root: Path) -> list[Path]:
 @pytest.mark.parametrize(
     ("cases", "swap"),
     [
-        (4, True),
+        (2, True),
         pytest.param(200, False, marks=pytest.mark.slow),
         pytest.param(200, True, marks=pytest.mark.slow),
     ],

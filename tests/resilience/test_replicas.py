@@ -23,7 +23,7 @@ from tests.system.runs import checkpoints, forked, lines, metrics, steps, train_
 from trainer.resilience import replicas
 from trainer.resilience.replicas import DriftedRank, find_drifted_ranks
 from trainer.run import train_loop
-from trainer.step.distributed import World
+from trainer.step.process_group import World
 from trainer.step.trainer import Trainer
 
 Options = tuple[str, ...]

@@ -43,7 +43,7 @@ from trainer.selfcheck.random_configs import (
 )
 from trainer.selfcheck.shrink import write_sample_documents
 from trainer.selfcheck.worker import run_and_compare
-from trainer.step.distributed import World
+from trainer.step.process_group import World
 
 CASES = read_cases()
 NUM_DEFAULT = 6

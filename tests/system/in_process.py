@@ -17,7 +17,7 @@ from trainer.data.tokenizer import ByteTokenizer
 from trainer.resilience.preemption import Preemption
 from trainer.resilience.signals import SignalHandler
 from trainer.run.train_loop import train
-from trainer.step.distributed import World, process_group
+from trainer.step.process_group import World, process_group
 from trainer.step.trainer import Trainer
 from trainer.storage.run_dir import RunDir
 

@@ -18,7 +18,7 @@ from trainer.plan.memory_estimate import rank_memory
 from trainer.run import auto_compile
 from trainer.run.auto_compile import resolve_auto_compile
 from trainer.step import build
-from trainer.step.distributed import World
+from trainer.step.process_group import World
 
 CUDA = World(0, 1, torch.device("cuda", 0))
 CPU = World(0, 1, torch.device("cpu"))

@@ -17,7 +17,7 @@ from tests.system.in_process import configured, trainer_of
 from tests.system.runs import forked, write_run
 from trainer.config.parse import load
 from trainer.step import build
-from trainer.step.distributed import World
+from trainer.step.process_group import World
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ from tests.system.runs import checkpoints, digests, forked, lines, metrics, stat
 from trainer.checkpoint import resume
 from trainer.checkpoint.resume import latest_verified_checkpoint
 from trainer.errors import RunFailedError
-from trainer.step.distributed import gloo_group, process_group
+from trainer.step.process_group import gloo_group, process_group
 from trainer.storage import manifest
 from trainer.storage.run_dir import ResumeError, RunDir, next_stage
 

@@ -23,7 +23,7 @@ def train_until_out_of_memory(argv: list[str], failing_rank: int) -> None:
     from trainer.data.tokenizer import ByteTokenizer
     from trainer.resilience.preemption import Preemption
     from trainer.resilience.signals import SignalHandler
-    from trainer.step.distributed import World
+    from trainer.step.process_group import World
 
     class FailingTrainer(loop.Trainer):  # type: ignore[name-defined, misc]
         def train_step(self, *args: Any) -> Tensor:

@@ -21,7 +21,7 @@ from trainer.config.job_config import Config
 from trainer.config.parse import load
 from trainer.run.validation import evaluate_set
 from trainer.step.build import ParallelModel
-from trainer.step.distributed import World
+from trainer.step.process_group import World
 
 pytestmark = pytest.mark.ranks
 

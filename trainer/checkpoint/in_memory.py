@@ -49,7 +49,7 @@ from trainer.checkpoint.memory_folder import (
 from trainer.checkpoint.rank_sync import run_and_gather, run_on_all_ranks, run_on_rank_zero
 from trainer.checkpoint.save import HostStaging, LocalTensorsGetter, optimizer_steps
 from trainer.errors import ResumeError, RunFailedError
-from trainer.step.distributed import World
+from trainer.step.process_group import World
 from trainer.storage.artifact import (
     HEADER_BYTES,
     DamageError,

@@ -31,7 +31,7 @@ from trainer.checkpoint.save import (
 from trainer.config.job_config import Config, TrainingStage
 from trainer.config.migrations import SCHEMA_VERSION
 from trainer.errors import CONCLUSIVE_EXIT_CODES, RunError
-from trainer.step.distributed import World, attempt_name, gloo_group
+from trainer.step.process_group import World, attempt_name, gloo_group
 from trainer.step.trainer import Trainer
 from trainer.storage import manifest
 from trainer.storage.durable_io import format_bytes

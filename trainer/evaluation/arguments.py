@@ -57,7 +57,7 @@ def checkpoint_parser(
 
 def started_rank() -> int:
     """The rank as which torchrun or srun started this process."""
-    from trainer.step.distributed import rank_from_environment  # Imports torch.
+    from trainer.step.process_group import rank_from_environment  # Imports torch.
 
     return rank_from_environment()[0]
 

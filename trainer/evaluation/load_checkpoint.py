@@ -32,7 +32,7 @@ from trainer.config.parse import (
 from trainer.config.training_stages import Recipe
 from trainer.errors import ConfigError
 from trainer.step.build import ParallelModel
-from trainer.step.distributed import World, process_group, rank_from_environment
+from trainer.step.process_group import World, process_group, rank_from_environment
 from trainer.storage import manifest
 from trainer.storage.run_dir import ResumeError, RunDir, find_checkpoints
 

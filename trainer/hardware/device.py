@@ -19,7 +19,7 @@ from parallelisms.mesh.context_plan import kv_head_repeats
 from trainer.config.job_config import Config
 from trainer.errors import EXIT_BAD_CONFIG, RankFailedError
 from trainer.hardware.attention_kernels import attention_choices
-from trainer.hardware.specs import find_table, table_attention_rates, table_peak_flops
+from trainer.hardware.spec_tables import find_table, table_attention_rates, table_peak_flops
 
 log = logging.getLogger(__name__)
 

@@ -32,7 +32,7 @@ from trainer.config.job_config import Config
 from trainer.config.parse import deep_merge, read_toml, show_path
 from trainer.errors import ConfigError
 from trainer.hardware.attention_kernels import Rates, nearest_rates
-from trainer.hardware.specs import TABLES_DIR, find_table
+from trainer.hardware.spec_tables import TABLES_DIR, find_table
 
 DEFAULT_DEVICE = "h100-80gb"
 """Device to plan for if there is no known GPU."""

@@ -432,7 +432,10 @@ def _memory_summary(config: Config, world: LaunchWorld) -> list[str]:
         ]
     described = describe_choice(config, choice) if config.memory.device_gib is not None else ""
     lines = [f'memory options that are "auto": {described}'] if described else []
-    return [*lines, memory_summary(estimate_memory(choice.config, world.world_size))]
+    return [
+        *lines,
+        memory_summary(choice.config, estimate_memory(choice.config, world.world_size)),
+    ]
 
 
 def _choose_memory(config: Config, world: LaunchWorld) -> Choice | None:

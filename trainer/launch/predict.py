@@ -43,7 +43,10 @@ def predict(config: Config, world_size: int, *, num_nodes: int) -> Prediction:
         per_token, per_pair = sequence_cost(config, world_size, step)
         described |= {"device": device.name, "step_seconds": step.seconds}
         described |= {"seconds_per_token": per_token, "seconds_per_pair": per_pair}
-    described |= {"device_bytes": memory.device_bytes, "memory_summary": memory_summary(memory)}
+    described |= {
+        "device_bytes": memory.device_bytes,
+        "memory_summary": memory_summary(config, memory),
+    }
     described |= {"out_of_memory_advice": out_of_memory_advice(config, world_size)}
     return Prediction.model_validate(described, strict=False)
 

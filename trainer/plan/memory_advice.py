@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from trainer.config import checks
+from trainer.config import checks, extension
 from trainer.config.job_config import Config
 from trainer.config.overrides import with_overrides
 from trainer.config.sections import ParallelismSection
@@ -18,6 +18,7 @@ from trainer.hardware.host import GIB
 from trainer.plan.memory_estimate import MemoryEstimate, estimate_memory
 from trainer.storage.durable_io import format_bytes
 
+BY_FORMULAS = "by formulas, which count what an extension adds as ours; longhaul plan traces it"
 MESH_SAVINGS: dict[str, dict[str, Any]] = {
     "tp": {"sequence_parallel": True, "loss_parallel": True},
     "pp": {"pp_reduce_gradients": "per_micro_batch", "pp_schedule": "1F1B"},
@@ -34,12 +35,21 @@ class Change:
     world_size: int
 
 
-def memory_summary(estimate: MemoryEstimate) -> str:
+def memory_summary(config: Config, estimate: MemoryEstimate) -> str:
     text = ", ".join(
         f"{item.name} {_format_size(item.device_bytes)}" for item in estimate.largest_items
     )
     host = f"; host {_format_size(estimate.host_bytes)}" if estimate.host_bytes else ""
-    return f"predicted peak memory per rank: {_format_size(estimate.device_bytes)} ({text}){host}"
+    note = f"; {BY_FORMULAS}" if _has_added_parts(config) else ""
+    return f"predicted peak memory per rank: {_format_size(estimate.device_bytes)} ({text}){host}{note}"
+
+
+def _has_added_parts(config: Config) -> bool:
+    """Whether an extension adds a layer or the optimizer of the run."""
+    names = [("optimizers", config.optimizer.name)]
+    for kind in config.model.build().kinds:
+        names += [("mixers", kind.mixer), ("feed_forwards", kind.feed_forward)]
+    return any(extension.adding(table, name) for table, name in names)
 
 
 def out_of_memory_advice(config: Config, world_size: int, *, limit: int = 3) -> list[str]:
@@ -49,7 +59,10 @@ def out_of_memory_advice(config: Config, world_size: int, *, limit: int = 3) -> 
         f"{text} would free {_format_size(freed_bytes)}" for text, freed_bytes in savings
     ]
     fallback = ["no single-key change frees memory: use more ranks or a smaller model"]
-    return [memory_summary(estimate_memory(config, world_size)), *(suggestions or fallback)]
+    return [
+        memory_summary(config, estimate_memory(config, world_size)),
+        *(suggestions or fallback),
+    ]
 
 
 def memory_savings(config: Config, world_size: int) -> dict[str, float]:

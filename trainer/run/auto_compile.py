@@ -14,7 +14,7 @@ from parallelisms.mesh.collectives import all_gather_values
 from trainer.config.job_config import Config
 from trainer.errors import RankFailedError
 from trainer.step.build import require_right_gradients
-from trainer.step.distributed import World
+from trainer.step.process_group import World
 
 log = logging.getLogger(__name__)
 

@@ -26,7 +26,7 @@ from trainer.run.metrics import MetricsProcessor
 from trainer.run.progress import ProgressReporter
 from trainer.run.validation import Validator
 from trainer.step.build import require_right_gradients
-from trainer.step.distributed import World
+from trainer.step.process_group import World
 from trainer.step.rerun import UnstableStepError
 from trainer.step.trainer import StepResult, Trainer
 from trainer.storage.run_dir import RunDir

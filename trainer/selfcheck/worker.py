@@ -31,7 +31,7 @@ from trainer.selfcheck.comparison import StepDifference
 from trainer.selfcheck.finish import finish, round_experts
 from trainer.selfcheck.launches import Launch, state_path
 from trainer.step.added_parts import require_sound_parts
-from trainer.step.distributed import World, destroy_process_group, init_single_host
+from trainer.step.process_group import World, destroy_process_group, init_single_host
 from trainer.step.routers import router_metrics
 from trainer.step.trainer import StepResult, Trainer
 from trainer.storage.run_dir import RunDir

@@ -37,7 +37,7 @@ from trainer.data.sequences import FullSequence, SequenceShard
 from trainer.errors import EXIT_BAD_CONFIG, RankFailedError
 from trainer.hardware.device import choose_attention_kernel, require_peer_access
 from trainer.hardware.host import GIB
-from trainer.step.distributed import World
+from trainer.step.process_group import World
 
 EvaluationCallback = Callable[[Tensor, Tensor, Batch], None]
 """Receives the losses [B, S] of a batch, and 1 where the target was the most likely token, else

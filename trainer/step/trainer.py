@@ -27,9 +27,9 @@ from trainer.hardware.device import AsyncHostCopy, Stopwatch
 from trainer.metrics.step_metrics import MetricAccumulator, MetricLayout, safe_divide
 from trainer.resilience.anomalies import Goodput, LossSpikeDetector
 from trainer.step.build import ParallelModel, build_pipeline
-from trainer.step.distributed import World
 from trainer.step.lr_schedule import learning_rate
 from trainer.step.optimizer import Optimizer
+from trainer.step.process_group import World
 from trainer.step.rerun import StepRerun, reruns_suspicious_steps
 from trainer.step.routers import Routers, expert_layers
 

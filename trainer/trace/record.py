@@ -26,7 +26,7 @@ from trainer.config.job_config import Config
 from trainer.config.model import ModelSection
 from trainer.data.sequences import BlendedDataset
 from trainer.hardware.host import GIB
-from trainer.step.distributed import World
+from trainer.step.process_group import World
 from trainer.step.trainer import Trainer
 from trainer.trace.compiled import compiled_with
 from trainer.trace.compose import ComposedStep, compose

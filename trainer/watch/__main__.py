@@ -8,10 +8,16 @@ import sys
 from argparse import Namespace
 from collections.abc import Sequence
 from contextlib import suppress
-from pathlib import Path
 
 from trainer.command_table import typed
-from trainer.commands import CommandParser, integer, print_lines, run_command, writable_file
+from trainer.commands import (
+    CommandParser,
+    integer,
+    local_path,
+    print_lines,
+    run_command,
+    writable_file,
+)
 from trainer.errors import ConfigError
 from trainer.plan.html import template
 from trainer.runs import is_run
@@ -35,7 +41,7 @@ def main(argv: Sequence[str]) -> int:
 def build_parser() -> CommandParser:
     parser = CommandParser(typed("watch"), DESCRIPTION, run=watch)
     add = parser.add_argument
-    add("run_folder", type=Path, metavar="RUN", help="run folder, such as outputs/debug")
+    add("run_folder", type=local_path, metavar="RUN", help="run folder, such as outputs/debug")
     add(
         "--port",
         type=integer(minimum=0),

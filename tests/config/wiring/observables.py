@@ -58,7 +58,7 @@ from trainer.run import train_loop
 from trainer.run.metrics import MetricsProcessor
 from trainer.run.validation import Validator
 from trainer.slurm.script import render
-from trainer.step.distributed import World, resolve_auto_memory
+from trainer.step.process_group import World, resolve_auto_memory
 from trainer.step.rerun import reruns_suspicious_steps
 from trainer.step.trainer import Trainer
 from trainer.storage.run_dir import RunDir
