@@ -48,10 +48,11 @@ def resolve_initial_path(initial: str, cache: Path) -> Path:
     Raises `ResumeError`.
     """
     url = initial_url(initial)
-    if url is not None and (folder := local_copy(url, cache)) is not None:
-        return folder if is_hugging_face(initial) else find_checkpoint(folder)
     if url is not None:
-        raise ResumeError(f"{initial} was not downloaded; the same command downloads it")
+        folder = local_copy(url, cache)
+        if folder is None:
+            raise ResumeError(f"{initial} was not downloaded; the same command downloads it")
+        return folder if is_hugging_face(initial) else find_checkpoint(folder)
     if is_hugging_face(initial):
         return Path(initial.partition(":")[2]).expanduser()
     if is_hub_name(initial):
