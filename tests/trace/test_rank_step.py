@@ -68,6 +68,13 @@ def test_every_tensor_names_a_line_of_the_program() -> None:
     assert all((answers.ROOT / file).is_file() for file in saved)
 
 
+@pytest.mark.parametrize("family", ["llama3", "gemma3"])
+def test_a_trace_does_not_depend_on_those_before_it(family: str) -> None:
+    config = case(model__family=family)
+    first, second = (trace_step(config, 2).whole.peak for _ in range(2))
+    assert second == first
+
+
 def test_an_answer_comes_back_from_the_disk_as_it_was() -> None:
     config = case()
     first = traced_rank_steps(config, 2, on_gpu=False)
