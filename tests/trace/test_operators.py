@@ -12,10 +12,6 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.nn import functional as F
 
-from trainer.config.parse import load
-from trainer.hardware.device_specs import load_device
-from trainer.plan.plan import plan_stage
-from trainer.plan.run_plan import traced
 from trainer.trace.attention_calls import attention_call
 from trainer.trace.compiled import compiler_for
 from trainer.trace.fake_kernels import FakeKernels
@@ -240,11 +236,3 @@ def test_a_mask_of_all_pairs_of_tokens_takes_no_memory_of_the_host() -> None:
         assert not isinstance(places, FakeTensor), "control flow may depend on it"
         assert isinstance(places[:, None] - places, FakeTensor)
     assert allocated(within)
-
-
-def test_a_compiled_block_of_experts_without_recomputation_is_planned_by_formulas() -> None:
-    words = ["--config", "debug_moe", "--memory.recompute", "none", "--training.compile", "true"]
-    plan = traced(plan_stage(load(words), 2, load_device("h100-80gb")))
-    assert plan.notes == (
-        "by formulas: a compiled block of experts without recomputation cannot be traced",
-    )

@@ -97,10 +97,13 @@ def test_a_compiled_step_as_on_a_gpu_follows_from_a_short_one(recompute: str) ->
     require_equal(config, 1, kernel="cudnn+flash", compiled=True)
 
 
-def test_compiled_blocks_of_sharded_weights_run_the_products_of_eager_ones() -> None:
-    config = configured(
-        "parallelism.tp=2 parallelism.dp_shard=1 memory.recompute=none training.dtype=bfloat16"
-    )
+@pytest.mark.parametrize(
+    "parts",
+    ["parallelism.tp=2 parallelism.dp_shard=1", "model.family=qwen3_moe parallelism.ep=2"],
+    ids=["sharded weights", "experts"],
+)
+def test_compiled_blocks_run_the_products_of_eager_ones(parts: str) -> None:
+    config = configured(f"{parts} memory.recompute=none training.dtype=bfloat16")
     eager, compiled = (
         trace_step(config, 2, kernel="cudnn+flash", compiled=compiled).whole.work
         for compiled in (False, True)
