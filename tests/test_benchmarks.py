@@ -59,7 +59,6 @@ QUICK = {
     "moments": "--steps 3",
     "museum": "--check",
     "plans": "--folder {tmp} debug",
-    "published": "",
     "replicas": "--mib 1 --rounds 1",
 }
 SLOW = {
@@ -79,6 +78,7 @@ SLOW = {
     "moe_block": "--rounds 1 --steps 1 --tokens 16",
     "memory_grid": "--cases 2 --seed 0 --jobs 1",
     "packing_runs": "time . --rounds 1 --steps 3",
+    "published": "",
     "remote_storm": "--only overwritten",
     "random_cases": "--cases 2 --max-processes 2 --records {tmp}/records.json",
     "scaling": "--quick",

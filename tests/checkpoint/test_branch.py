@@ -65,7 +65,7 @@ def refused(capsys: Capture, parent: object, new: Path, *words: str) -> str:
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("processes", [1, 2])
+@pytest.mark.parametrize("processes", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_an_unchanged_branch_trains_bitwise_as_its_parent(tmp_path: Path, processes: int) -> None:
     parent = tmp_path / "parent"
     config = write_run(tmp_path)

@@ -153,6 +153,7 @@ def test_an_upload_that_fails_is_said_once_and_repeated(
     assert "a fault" in caplog.text or kind in ("cut", "dead")
 
 
+@pytest.mark.slow
 def test_a_slow_link_delays_nobody_but_the_thread(
     proxy: Proxy, run: RunDir, said: pytest.LogCaptureFixture
 ) -> None:

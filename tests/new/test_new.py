@@ -56,6 +56,7 @@ def check_status(name: str, ranks: int, monkeypatch: pytest.MonkeyPatch) -> int:
     return launcher.main()
 
 
+@pytest.mark.slow
 def test_the_configuration_passes_the_check_and_is_the_best_of_the_search(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
