@@ -357,17 +357,18 @@ class TrainingPlan:
 
     def compare(self, text: str, plan: TrainingPlan) -> Suggestion | None:
         """Suggestion that changes to `plan`; None if it does not help."""
-        freed_bytes = self.peak_memory.device_bytes - plan.peak_memory.device_bytes
+        saved_seconds = 0.0
         if self.memory_shortages:
-            reduction = self.memory_utilization - plan.memory_utilization
-            return Suggestion(text, plan, reduction, freed_bytes) if reduction > 0 else None
-        if (
-            not plan.fits
-            or (saved := self.step_seconds - plan.step_seconds)
-            < MIN_TIME_SAVING * self.step_seconds
-        ):
+            benefit = self.memory_utilization - plan.memory_utilization
+            helps = benefit > 0
+        else:
+            # Time first: it takes less than a look at the memory of every pass of a pipeline.
+            benefit = saved_seconds = self.step_seconds - plan.step_seconds
+            helps = benefit >= MIN_TIME_SAVING * self.step_seconds and plan.fits
+        if not helps:
             return None
-        return Suggestion(text, plan, saved, freed_bytes, saved)
+        freed_bytes = self.peak_memory.device_bytes - plan.peak_memory.device_bytes
+        return Suggestion(text, plan, benefit, freed_bytes, saved_seconds)
 
 
 def plan_stage(

@@ -28,6 +28,7 @@ from models.moe import MixtureOfExperts
 from models.transformer import TransformerBlock, default_block_forward
 from parallelisms.mesh.collectives import to_local
 from trainer.trace.operators import OpCounterMode
+from trainer.trace.replay import NotRepeatableError, Replay, noted
 from trainer.trace.traffic import nbytes, tensors_of
 
 aten = torch.ops.aten
@@ -58,6 +59,10 @@ class FusedKernels(fx.Interpreter):
         self._read = set[fx.Node]()
         """Nodes that earlier neighbours of the same kernel have read."""
         self.user_to_last_uses = self._freed_after_kernels(module.graph)
+        apart = [node.target.overloadpacket for node in module.graph.nodes if is_apart(node)]
+        # Attention and collectives count by themselves.
+        self._is_repeatable = all(each in APART for each in apart)
+        self._replay: Replay | None = None
 
     def _freed_after_kernels(self, graph: fx.Graph) -> dict[fx.Node, list[fx.Node]]:
         """A kernel has what it reads until it has written everything: what neighbours fuse lives
@@ -89,6 +94,38 @@ class FusedKernels(fx.Interpreter):
         if node in self._written:
             self._counter.note_allocations(result, f"compiled {node.name}")
         return result
+
+    def replayed(self, arguments: list[Any]) -> Any:
+        """Runs the graph as its first run did; the list of arguments is emptied."""
+        if not self._is_repeatable or not self._counter.allocates:
+            return self.interpreted(arguments)
+        try:
+            self._replay = self._replay or self._noted(arguments)
+        except NotRepeatableError:
+            self._is_repeatable = False
+            return self.interpreted(arguments)
+        return self._replay.run(arguments)
+
+    def _noted(self, arguments: Sequence[Any]) -> Replay:
+        def run_nodes(begin: Callable[[fx.Node], None]) -> dict[fx.Node, Any]:
+            self.env = dict(zip(self.graph.find_nodes(op="placeholder"), arguments, strict=True))
+            for node in self.graph.nodes:
+                if node.op not in ("placeholder", "output"):
+                    begin(node)
+                    self.env[node] = self.run_node(node)
+            self._read.clear()
+            return self.env
+
+        try:
+            return noted(self._counter, self.graph, arguments, run_nodes, self.user_to_last_uses)
+        finally:
+            self.env = {}
+
+    def interpreted(self, arguments: list[Any]) -> Any:
+        results = self.boxed_run(arguments)
+        # The interpreter would keep the last results alive until the next run.
+        self.env = {}
+        return results
 
     def _is_in_memory(self, node: fx.Node) -> bool:
         return node.op == "placeholder" or node in self._written
@@ -178,15 +215,10 @@ def sublayer_with(
 
 
 def boxed(kernels: FusedKernels) -> Callable[[list[Any]], Any]:
-    """Runs the graph once; the list of arguments is emptied, so that they live no longer than they
-    must.
-    """
+    """Runs the graph; the list of arguments is emptied, so that they live no longer than they must."""
 
     def run(arguments: list[Any]) -> Any:
-        results = kernels.boxed_run(arguments)
-        # The interpreter would keep the last results alive until the next run.
-        kernels.env = {}
-        return results
+        return kernels.replayed(arguments)
 
     # Tells AOTAutograd that arguments come in a list, which the graph may empty.
     run._boxed_call = True  # type: ignore[attr-defined]

@@ -62,13 +62,13 @@ class FakeKernels:
             _signature((*kwargs.items(),)),
         )
         if (layouts := self._layouts.get(call, UNKNOWN)) is not UNKNOWN:
-            return _mapped(self._new, layouts)
+            return _mapped(self.new, layouts)
         result = self._ask(func, tensors, args, kwargs, is_fake=is_fake)
         if _are_new(_leaves(result), tensors):
-            self._layouts[call] = _mapped(_layout, result)
+            self._layouts[call] = _mapped(layout_of, result)
         return result
 
-    def _new(self, layout: Layout) -> Tensor:
+    def new(self, layout: Layout) -> Tensor:
         return self._fake(
             torch.empty_strided(layout.shape, layout.stride, dtype=layout.dtype, device="meta")
         )
@@ -127,13 +127,13 @@ def _signature(values: Sequence[Any]) -> Hashable:
 
 def _signature_of(value: Any) -> Hashable:
     if isinstance(value, Tensor):
-        return type(value), _layout(value)
+        return type(value), layout_of(value)
     if isinstance(value, list | tuple):
         return _signature(value)
     return type(value), value
 
 
-def _layout(x: Tensor) -> Layout:
+def layout_of(x: Tensor) -> Layout:
     return Layout(x.shape, x.stride(), x.dtype)
 
 

@@ -62,21 +62,16 @@ def micro_batches(
     pairs = micro_batch_size * sum(map(trainer.config.model.build().mean_pairs, lengths))
     shape = micro_batch_size, tokens // plan.cp
     tokens_BS = counter.new_int64(*shape, track=False)
-    boundaries_BD = torch.tensor([starts] * micro_batch_size, dtype=torch.int32)
-    # As the loader does, before the step.
-    with counter.without_allocations():
-        attention_plans = trainer.parallel_model.plan_attention(boundaries_BD)
     first = LazyBatch(
         tokens=tokens_BS,
         labels=tokens_BS,
         positions=tokens_BS,
         document_ids=tokens_BS,
-        boundaries=boundaries_BD,
+        boundaries=torch.tensor([starts] * micro_batch_size, dtype=torch.int32),
         num_tokens=micro_batch_size * training.seq_len,
         num_pairs=pairs,
         num_computed_pairs=pairs / plan.cp,
         sequence_sources=((0, training.seq_len),) * micro_batch_size,
-        attention_plans=attention_plans,
         allocate=lambda: counter.new_int64(*shape),
         on_load=lambda: None,
     )

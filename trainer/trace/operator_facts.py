@@ -21,6 +21,8 @@ class OperatorFacts:
         returns = [value.alias_info for value in func._schema.returns]
         self.returns_views = any(returns)
         """Whether some result is an argument or a view of one."""
+        self.is_view = self.returns_views and not func._schema.is_mutable and None not in returns
+        """Whether it only makes views."""
         self.allocates = None in returns
         """Whether a result is neither an argument nor a view of one."""
         self.only_allocates = not func._schema.is_mutable and not self.returns_views

@@ -29,7 +29,7 @@ from torch.utils._pytree import tree_map_only
 from parallelisms.mesh.message_bytes import MIN_COUNTED_BYTES, sent_bytes
 from trainer.trace.attention_calls import attention_call
 from trainer.trace.collective_calls import COLLECTIVES, channel_of
-from trainer.trace.fake_kernels import FakeKernels
+from trainer.trace.fake_kernels import FakeKernels, Layout
 from trainer.trace.operator_facts import facts_of
 from trainer.trace.pieces import HOST, Allocation, AttentionKey, MessageKey, ProductKey, Work
 from trainer.trace.source_lines import current_line
@@ -99,7 +99,9 @@ class StorageTracker:
         """Adds the storage of a tensor unless it is known. uint8 storages belong to the pinned
         host pool of activation offload.
         """
-        if not isinstance(x, FakeTensor) and x.device.type == "meta":
+        # What control flow depends on, such as the borders of documents, has real values, on the
+        # host. They are remembered from step to step.
+        if not isinstance(x, FakeTensor):
             return
         storage = x.untyped_storage()
         key = storage._cdata
@@ -277,6 +279,15 @@ class OpCounterMode(TorchDispatchMode):
         self._copied_bytes = None
         numbers.append(self.on_message((HOST, "copy", self.phase), size))
 
+    @property
+    def allocates(self) -> bool:
+        """Whether results take memory."""
+        return self._allocates
+
+    def new(self, layout: Layout) -> Tensor:
+        """A tensor that is not tracked."""
+        return self._fakes.new(layout)
+
     def note_allocations(self, result: Any, operator: str) -> None:
         """Results of `without_allocations` take memory after all."""
         for x in tensors_of((result,)) if self._allocates else ():
@@ -323,6 +334,9 @@ class OpCounterMode(TorchDispatchMode):
             isinstance(x, FakeTensor) for x in tensors
         ):
             return self._record_collective(func, tensors, args, call_kwargs)
+        if facts_of(func).is_view and all(isinstance(x, FakeTensor) for x in tensors):
+            # Half of all operators: no memory, no work.
+            return self._fakes.run(func, tensors, args, call_kwargs)
         result = self._execute(func, tensors, args, call_kwargs)
         self._count_work(func, tensors, args, call_kwargs, result)
         return result
@@ -360,9 +374,9 @@ class OpCounterMode(TorchDispatchMode):
             # The rate depends on the narrowest of rows, inner dimension and columns.
             first, second = (args[index] for index in operands)
             narrowest = min(*first.shape[-2:], second.shape[-1])
-            self.count_product(phase, narrowest, 2 * first.numel() * second.shape[-1])
+            self.count_product(narrowest, 2 * first.numel() * second.shape[-1])
         elif packet is GROUPED_MATMUL:
-            self._count_grouped_product(phase, *args[:3])
+            self._count_grouped_product(*args[:3])
         elif (call := attention_call(packet, args, kwargs)) is not None:
             phase = "recompute" if call.products == 2 and phase == "backward" else phase
             self.work.attention[AttentionKey(phase, call.kernel, call.keys, call.head_dim)] += (
@@ -376,9 +390,9 @@ class OpCounterMode(TorchDispatchMode):
             if any(isinstance(x, FakeTensor) for x in (*tensors, *results)):
                 self.count_traffic(moved_bytes(func, tensors, args, kwargs, results))
 
-    def count_product(self, phase: str, narrowest: int, flops: int) -> None:
-        self.work.products[ProductKey(phase, narrowest)] += self.times * flops
-        self.work.kernels[phase] += self.times
+    def count_product(self, narrowest: int, flops: int) -> None:
+        self.work.products[ProductKey(self.phase, narrowest)] += self.times * flops
+        self.work.kernels[self.phase] += self.times
 
     def count_traffic(self, size: int, *, kernels: int = 1) -> None:
         """Bytes that kernels read and write; none for what is no kernel."""
@@ -390,9 +404,7 @@ class OpCounterMode(TorchDispatchMode):
         self.work.moved_bytes[self.phase] += self.times * size
         self.work.kernels[self.phase] += self.times * kernels
 
-    def _count_grouped_product(
-        self, phase: str, first: Tensor, second: Tensor, ends: Tensor
-    ) -> None:
+    def _count_grouped_product(self, first: Tensor, second: Tensor, ends: Tensor) -> None:
         """Each row is in one group, whether rows are multiplied or summed over."""
         rows = first.shape[-2]
         inner = first.shape[-1]
@@ -401,7 +413,7 @@ class OpCounterMode(TorchDispatchMode):
         summed = 1 if second.dim() == 2 else 0  # The dimension that groups share.
         # The narrowest dimension sets the rate: that of one group, not of all.
         sizes[summed] = max(1, sizes[summed] // len(ends))
-        self.count_product(phase, min(sizes), 2 * rows * inner * columns)
+        self.count_product(min(sizes), 2 * rows * inner * columns)
 
     # ---- communication
 

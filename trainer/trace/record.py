@@ -6,6 +6,7 @@ seconds.
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
@@ -153,6 +154,7 @@ def record(step: ShortStep, *, kernel: str | None = None, compiled: bool = False
     recorder = PieceRecorder()
     counter = OpCounterMode(recorder)
     with (
+        _uncollected(),
         traced(
             step.config,
             step.world_size,
@@ -179,6 +181,18 @@ def record(step: ShortStep, *, kernel: str | None = None, compiled: bool = False
         run_step(trainer, counter, batches, lambda: start(OPTIMIZER))
         pieces = tuple(recorder.pieces)
     return Trace(pieces, tuple(states), other_states)
+
+
+@contextmanager
+def _uncollected() -> Iterator[None]:
+    """Without Python's collector of cycles, which would free tensors at any moment."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 @contextmanager
