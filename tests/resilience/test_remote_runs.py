@@ -127,9 +127,10 @@ def test_without_credentials_nothing_starts(
     # The service of an instance, which answers here that it has none.
     monkeypatch.setenv("AWS_METADATA_ENDPOINT", f"http://127.0.0.1:{proxy.port}")
     proxy.always("denied")
-    refused = launched(config, tmp_path / "run", *REMOTE, processes=1)
-    assert refused.statuses == [2], refused.said
-    assert "set AWS_ACCESS_KEY_ID" in refused.said
+    for words in (REMOTE, (*REMOTE, "--check")):
+        refused = launched(config, tmp_path / "run", *words, processes=1)
+        assert refused.statuses == [2], refused.said
+        assert "set AWS_ACCESS_KEY_ID" in refused.said
     assert not (tmp_path / "run" / "metrics.jsonl").exists()
 
 

@@ -62,7 +62,7 @@ from trainer.plan.memory_options import Choice, choose_memory_options, describe_
 from trainer.resilience.signals import Interrupted, SignalHandler
 from trainer.storage import exit_markers
 from trainer.storage.object_store import missing_library
-from trainer.storage.restore import restore_newest
+from trainer.storage.restore import require_readable_copies, restore_newest
 from trainer.storage.run_dir import RunDir, finished_message, keep_packing_version, next_stage
 from trainer.storage.uploads import finish_uploads
 
@@ -289,8 +289,9 @@ def load_and_validate(
     problems = checks.problems(config, world.world_size, first_stage=stages[0].index)
     problems += RunDir(config.output_dir).problems() + missing_trackers(config)
     problems += remote_problems(config)
-    # A launch reads these files anyway when it prepares its data; only --check stops before.
-    problems += corpora_problems(config) if checking else []
+    # A launch reads these files anyway when it prepares its data, and looks for copies of
+    # checkpoints; only --check stops before.
+    problems += corpora_problems(config) + copies_problems(config) if checking else []
     if fetching and not problems:
         with collecting(problems):
             fetch_initial_weights(config)
@@ -348,6 +349,16 @@ def corpora_problems(config: Config) -> list[str]:
 
             with collecting(problems):
                 require_prepared(spec)
+    return problems
+
+
+def copies_problems(config: Config) -> list[str]:
+    """Why copies of checkpoints cannot be looked at."""
+    problems = list[str]()
+    url = config.checkpoint.remote
+    if url is not None and missing_library("checkpoint.remote", url) is None:
+        with collecting(problems):
+            require_readable_copies(url)
     return problems
 
 

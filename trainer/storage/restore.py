@@ -32,6 +32,20 @@ from trainer.storage.run_id import require_own_copies
 log = logging.getLogger("trainer")
 
 
+def require_readable_copies(url: str) -> None:
+    """Raises `ConfigError` if the store refuses or does not answer. Writes nothing."""
+    try:
+        RemoteCheckpoints(url).folder.is_empty()
+    except RemoteRefusedError as error:
+        raise _refusal(error) from None
+    except RemoteError as error:
+        raise ConfigError([f"checkpoint.remote: {error}"]) from None
+
+
+def _refusal(error: RemoteRefusedError) -> ConfigError:
+    return ConfigError([f"checkpoint.remote: {error}; {error.hint}"])
+
+
 def restore_newest(run_dir: RunDir, url: str, *, name: str, probes: bool) -> bool:
     """Downloads the newest whole copy if it is newer than every intact local checkpoint; returns
     whether it did.
@@ -50,7 +64,7 @@ def restore_newest(run_dir: RunDir, url: str, *, name: str, probes: bool) -> boo
             sizes = remote.folder.sizes()
             require_own_copies(run_dir.path, name, remote.folder, sizes, claims=probes)
         except RemoteRefusedError as error:
-            raise ConfigError([f"checkpoint.remote: {error}; {error.hint}"]) from None
+            raise _refusal(error) from None
         except RemoteError as error:
             if local >= 0:
                 log.warning("the copies of checkpoints are not looked at: %s", error)
