@@ -185,6 +185,8 @@ def test_a_documented_command_parses(
     ):
         for name, value in environment.items():
             monkeypatch.setenv(name, value)
+        # The bucket of the example is nowhere.
+        monkeypatch.setattr("trainer.launch.launcher.copies_problems", lambda _: [])
         monkeypatch.setattr(sys, "argv", [module, *arguments, "--check"])
         with pytest.raises(SystemExit) as left:
             run_as_main(module)
