@@ -35,7 +35,7 @@ CASES = {
     "parallelism.pp_schedule=Interleaved1F1B memory.offload=inputs",
     "no recomputation": f"{DEEP} memory.recompute=none parallelism.dp_shard=2 parallelism.tp=2",
 }
-QUICK = {"a pipeline"}
+QUICK = {"a pipeline", "a budget of the host"}
 
 
 def require_equal(config: Config, world_size: int, rank: int = 0, **options: object) -> None:

@@ -101,7 +101,7 @@ class StorageTracker:
         """
         # What control flow depends on, such as the borders of documents, has real values, on the
         # host. They are remembered from step to step.
-        if not isinstance(x, FakeTensor):
+        if not isinstance(x, FakeTensor) and (x.is_meta or x.dtype != torch.uint8):
             return
         storage = x.untyped_storage()
         key = storage._cdata
