@@ -291,7 +291,8 @@ def load_and_validate(
     problems += remote_problems(config)
     # A launch reads these files anyway when it prepares its data, and looks for copies of
     # checkpoints; only --check stops before.
-    problems += corpora_problems(config) + copies_problems(config) if checking else []
+    if checking:
+        problems += corpora_problems(config) + copies_problems(config)
     if fetching and not problems:
         with collecting(problems):
             fetch_initial_weights(config)
