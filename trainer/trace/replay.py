@@ -38,7 +38,7 @@ class Result(NamedTuple):
     """A tensor that a graph returns, from an argument or from a storage of its own."""
 
     place: int | None
-    """Place of the argument."""
+    """Place of the argument; None: it is from no argument."""
     storage: int
     view: Layout | None
     """None: the argument or the storage as it is."""
@@ -175,7 +175,7 @@ def noted(
         sharing = (place for place, each in storages.items() if each == number)
         place = inputs.get(node, next(sharing))
         whole = arguments[place]
-        return Result(place, -1, *_view(x, layout_of(whole), whole.storage_offset()))
+        return Result(place, storages[place], *_view(x, layout_of(whole), whole.storage_offset()))
 
     (output,) = graph.find_nodes(op="output")
     return Replay(counter, storages, [*steps.values()], [*map(returned, output.args[0])])
