@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from tests.memory.test_estimator import configured
+from trainer.config.parse import load
 from trainer.trace.compiled import FusedKernels, compiler_for
 from trainer.trace.operators import OpCounterMode, StorageTracker
 from trainer.trace.pieces import Allocation, Piece
@@ -88,3 +89,15 @@ def test_a_replay_frees_what_it_no_longer_needs() -> None:
     replayed = sizes_of_second_run()
     with patch.object(FusedKernels, "replayed", FusedKernels.interpreted):
         assert replayed == sizes_of_second_run()
+
+
+def test_compiled_layers_attend_to_as_many_pairs_as_eager_ones() -> None:
+    """Layers with a window and without are alike in all but their attention."""
+    options = "--memory.recompute=none --model.num_layers=7"
+    config = load(["--config", "gemma3_4b_128k", *options.split()])
+
+    def attention(*, compiled: bool) -> dict[str, int]:
+        step = trace_step(config, 8, kernel="cudnn+flash", compiled=compiled)
+        return dict(step.whole.work.attention_flops)
+
+    assert attention(compiled=True) == attention(compiled=False)

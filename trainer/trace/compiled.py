@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import is_dataclass
 from typing import Any, cast
 from unittest.mock import patch
 
@@ -234,13 +235,18 @@ def _signature(leaf: Any) -> Any:
         return id(leaf)
     if isinstance(leaf, PLAIN) or not hasattr(leaf, "__dict__"):
         return leaf
+    # A layer's kind, a frozen dataclass, tells those with a window from those without.
     values = (
-        (name, _signature(value))
+        (name, value if _is_frozen(value) else _signature(value))
         for name, value in vars(leaf).items()
-        if isinstance(value, (*PLAIN, nn.Module))
+        if isinstance(value, (*PLAIN, nn.Module)) or _is_frozen(value)
     )
     modules = ((name, str(each)) for name, each in getattr(leaf, "_modules", {}).items())
     return type(leaf), *values, *modules
+
+
+def _is_frozen(value: Any) -> bool:
+    return is_dataclass(value) and value.__dataclass_params__.frozen
 
 
 def _compiled(
