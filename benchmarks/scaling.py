@@ -29,9 +29,10 @@ from trainer.hardware.device_specs import load_device
 from trainer.hardware.host import GIB
 from trainer.plan.document import LineChart, PlanReport
 from trainer.plan.html import render_html
+from trainer.plan.layout_words import describe_layout
 from trainer.plan.memory_estimate import TRANSIENT_ACTIVATIONS, phase_estimates, rank_memory
 from trainer.plan.plan import TrainingPlan, plan_stage
-from trainer.plan.search import describe_layout, longest_sequence, search
+from trainer.plan.search import longest_sequence, search
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"
 K = 1 << 10

@@ -20,7 +20,7 @@ from trainer.config.parse import load
 from trainer.hardware.device_specs import load_device
 from trainer.hardware.host import GIB
 from trainer.plan.plan import plan_stage
-from trainer.plan.run_plan import traced
+from trainer.plan.traced_plan import traced
 
 HEADER = ("file", "ranks", "GiB", "off", "host GiB", "off", "s / step", "off", "seconds")
 

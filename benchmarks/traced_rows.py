@@ -21,7 +21,7 @@ from benchmarks.measured import newest
 from trainer.hardware.device_specs import load_device
 from trainer.hardware.host import GIB
 from trainer.plan.plan import plan_stage
-from trainer.plan.run_plan import traced
+from trainer.plan.traced_plan import traced
 
 HEADER = (
     *("model", "tokens", "options", "measured GiB", "traced", "off by", "estimated", "off by"),

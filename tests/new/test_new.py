@@ -17,6 +17,7 @@ from models.config import ModelConfig
 from tests.huggingface_folders import write_family
 from tests.models.hf_models import LLAMA, write
 from tests.models.small_models import small_model
+from tests.plan.made_up_traces import made_up_plan, make_up_traces
 from tests.system.runs import launched, metrics
 from trainer.config.parse import load
 from trainer.hardware.device_specs import load_device
@@ -29,14 +30,16 @@ from trainer.plan.search import search
 from trainer.slurm.__main__ import main as slurm_main
 
 ROOT = Path(__file__).resolve().parents[2]
-TRACED = ["--model", "llama3/debug", "--seq-len", "512", "--device", "h100-80gb", "--gpus", "2"]
-TINY = [*TRACED, "--quick"]
+TINY = ["--model", "llama3/debug", "--seq-len", "512", "--device", "h100-80gb", "--gpus", "2"]
 SMALL_STEPS = ["--training.global_batch_size", "4", "--training.steps", "2"]
 
 
 @pytest.fixture(autouse=True)
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder of its own with a corpus; nobody is at the terminal, and nothing was downloaded."""
+    """A folder of its own with a corpus; nobody is at the terminal, nothing was downloaded, and
+    traces are made up.
+    """
+    make_up_traces(monkeypatch)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HF_HOME", str(tmp_path / "cache"))
     monkeypatch.setattr(new_command, "is_terminal", lambda: False)
@@ -60,7 +63,7 @@ def check_status(name: str, ranks: int, monkeypatch: pytest.MonkeyPatch) -> int:
 def test_the_configuration_passes_the_check_and_is_the_best_of_the_search(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    words = ["long", "--model", "llama3/8b", "--tokenizer", "byte", "--seq-len", "128K", "--quick"]
+    words = ["long", "--model", "llama3/8b", "--tokenizer", "byte", "--seq-len", "128K"]
     assert main([*words, "--device", "h200", "--gpus", "8", "--corpus", "texts"]) == 0
     assert files_in(folder) == ["long.md", "long.toml"]
     assert check_status("long", 8, monkeypatch) == 0
@@ -70,7 +73,7 @@ def test_the_configuration_passes_the_check_and_is_the_best_of_the_search(
     # The search asks for no layout: what the file says of it does not count.
     best = search(written, 8, load_device("h200")).best[0]
     assert best.mesh["cp"] * best.mesh["tp"] > 1
-    planned = plan_stage(written, 8, load_device("h200"))
+    planned = made_up_plan(plan_stage(written, 8, load_device("h200")))
     assert planned.config.parallelism == best.config.parallelism
     assert planned.config.memory == best.config.memory
     assert planned.step_seconds == best.step_seconds
@@ -125,7 +128,7 @@ def test_a_terminal_is_asked_once_for_each_choice_that_is_missing(folder: Path) 
     # The first answer is refused. An empty one takes the suggestion, which a corpus has none of.
     answers = ["llama3/9b", "llama3/debug", "", "2", "", "texts"]
     mine, theirs = pty.openpty()
-    command = [sys.executable, "-m", "trainer.new", "asked", "--seq-len", "512", "--quick"]
+    command = [sys.executable, "-m", "trainer.new", "asked", "--seq-len", "512"]
     command += SMALL_STEPS
     with subprocess.Popen(
         command,
@@ -164,7 +167,7 @@ def read_terminal(descriptor: int) -> bytes:
 def test_a_cluster_gets_the_script_that_slurm_renders(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    words = ["--model", "llama3/debug", "--seq-len", "16K", "--device", "h100-80gb", "--quick"]
+    words = ["--model", "llama3/debug", "--seq-len", "16K", "--device", "h100-80gb"]
     cluster = ["--nodes", "2", "--partition", "gpu", "--account", "lab", "--slurm.memory", "0"]
     assert main(["job", *words, *cluster, "--corpus", "texts"]) == 0
     assert "slurm submit --config job.toml" in capsys.readouterr().out
@@ -191,7 +194,6 @@ def test_a_job_has_time_for_two_steps_and_two_checkpoints_before_its_end() -> No
         "1M",
         "--corpus",
         "texts",
-        "--quick",
     ]
     mesh = ["--parallelism.cp", "32", "--training.micro_batch_size", "1"]
     assert (
@@ -267,7 +269,7 @@ def test_a_run_that_fits_nowhere_exits_with_3_and_says_what_would_fit(
 ) -> None:
     device = folder / "small.toml"
     device.write_text('extends = "h100-80gb"\n[device]\nmemory_gib = 0.4\n')
-    words = ["--model", "llama3/debug", "--device", "small.toml", "--corpus", "texts", "--quick"]
+    words = ["--model", "llama3/debug", "--device", "small.toml", "--corpus", "texts"]
     assert main(["big", *words, "--gpus", "1", "--seq-len", "128K"]) == 3
     shortage, devices, length = capsys.readouterr().err.splitlines()
     assert "131,072 tokens fit no layout of 1 x small; with " in shortage
@@ -301,7 +303,6 @@ def test_a_folder_gives_weights_and_tokenizer_and_warns_of_longer_sequences(
         "2",
         "--corpus",
         "texts",
-        "--quick",
     ]
     assert main(["tuned", "--model", "model", *words, "--training.global_batch_size", "2"]) == 0
     assert "the weights were trained for 64 tokens" in capsys.readouterr().out
@@ -334,7 +335,6 @@ def test_a_name_of_the_hub_is_what_was_downloaded(folder: Path) -> None:
         "1",
         "--corpus",
         "texts",
-        "--quick",
     ]
     assert main(["hub", "--model", "hf:me/tiny", *words, "--training.global_batch_size", "2"]) == 0
     initial = load(["--config", "hub.toml"]).checkpoint.initial_load_path
@@ -345,7 +345,7 @@ def test_a_name_of_the_hub_is_what_was_downloaded(folder: Path) -> None:
 def test_what_was_written_trains(folder: Path) -> None:
     command = [
         "trained",
-        *TRACED,
+        *TINY,
         "--corpus",
         "texts",
         *SMALL_STEPS,

@@ -16,7 +16,6 @@ from trainer.hardware.device_specs import load_device
 from trainer.hardware.host import GIB
 from trainer.plan.memory_estimate import estimate_memory, rank_memory
 from trainer.plan.memory_options import (
-    DEVICE_FRACTION,
     Choice,
     choose_memory_options,
     describe_choice,
@@ -24,6 +23,7 @@ from trainer.plan.memory_options import (
     fit_memory_options,
 )
 from trainer.plan.plan import plan_stage
+from trainer.plan.reserves import DEVICE_FRACTION
 
 TERABYTE = 2.0**40
 

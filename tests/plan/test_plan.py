@@ -14,16 +14,14 @@ from trainer.config.job_config import Config
 from trainer.config.parse import CONFIG_DIR, load
 from trainer.hardware.device_specs import MATMUL_SHARE, DeviceSpec, load_device
 from trainer.hardware.host import GIB
-from trainer.plan import memory_options
 from trainer.plan.memory_estimate import SAVED_ACTIVATIONS
 from trainer.plan.plan import (
-    HOST_BYTES_PER_PROCESS,
-    HOST_RESERVE_FRACTION,
     MIN_TIME_SAVING,
     SECONDS_PER_DAY,
     TrainingPlan,
     plan_stage,
 )
+from trainer.plan.reserves import HOST_BYTES_PER_PROCESS
 from trainer.plan.run_plan import plan_run
 from trainer.plan.suggestions import memory_saving_changes, speedup_changes
 
@@ -99,7 +97,7 @@ def test_a_checkpoint_holds_weights_and_two_moments() -> None:
     )
 
 
-def test_a_tenth_of_device_and_host_memory_is_reserved() -> None:
+def test_a_tenth_of_device_memory_is_reserved() -> None:
     plan = planned(memory={"recompute": "full"})
     tight = replace(H100, memory=plan.peak_memory.device_bytes / 0.9)
     assert planned(device=tight, memory={"recompute": "full"}).fits
@@ -109,7 +107,6 @@ def test_a_tenth_of_device_and_host_memory_is_reserved() -> None:
     assert not over.fits
     assert "a device needs" in over.memory_shortages[0]
     assert over.memory_utilization == pytest.approx(1 / 0.999)
-    assert memory_options.DEVICE_FRACTION + HOST_RESERVE_FRACTION == 1.0
 
 
 def test_host_memory_covers_activations_staging_and_processes() -> None:

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.plan.made_up_traces import make_up_traces
 from tests.system.runs import write_run
 from trainer.config.parse import load
 from trainer.hardware.device_specs import detect_device, load_device
@@ -140,7 +141,10 @@ def test_all_stages_of_a_recipe_are_listed(capsys: pytest.CaptureFixture[str]) -
     )
 
 
-def test_search_prints_toml(capsys: pytest.CaptureFixture[str]) -> None:
+def test_search_prints_toml(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make_up_traces(monkeypatch)
     assert (
         main(
             [
@@ -153,7 +157,6 @@ def test_search_prints_toml(capsys: pytest.CaptureFixture[str]) -> None:
                 "8",
                 "--seq-len",
                 "65536",
-                "--quick",
             ]
         )
         == 0
@@ -183,7 +186,6 @@ def test_search_prints_toml(capsys: pytest.CaptureFixture[str]) -> None:
                 "--gpus",
                 "1",
                 "--longest",
-                "--quick",
             ]
         )
         == 3

@@ -13,6 +13,7 @@ from trainer.hardware.device_specs import load_device
 from trainer.memory.tensors import MemoryEstimate
 from trainer.plan.interconnect import CALL_OVERHEAD, GroupTopology
 from trainer.plan.rank_clock import RankClock
+from trainer.plan.step_time import CONTENTION_FRACTION
 from trainer.trace.pieces import (
     OPTIMIZER,
     Arrival,
@@ -120,3 +121,21 @@ def test_short_sequences_take_attention_longer() -> None:
         return clock([work]).step_time.compute["attention"]
 
     assert seconds(700) > 1.9 * seconds(1 << 20)
+
+
+def test_weights_come_from_the_host_while_the_piece_before_runs_and_gradients_go_back() -> None:
+    weights = [message("host", "weights", 3, 1), message("fsdp", "all_gather", 1, 2)]
+    gradients = [message("fsdp", "reduce_scatter", 1, 3), message("host", "gradients", 2, 4)]
+    found = clock([passes(2)], [*weights, passes(2), *gradients]).step_time
+    # The gather begins when the weights are there, at 3, and ends at 4. Then 2 seconds of kernels;
+    # the reduction takes 1, the way back 2.
+    assert found.exposed == pytest.approx({"host": 2 + 2, "fsdp": 1})
+    assert found.busy == pytest.approx(2 + 2 + 2 + 1 + 2 + CONTENTION_FRACTION)
+
+
+def test_gradients_on_their_way_to_the_host_delay_no_weights() -> None:
+    back = message("host", "gradients", 5, 1)
+    there = [message("host", "weights", 2, 2), message("fsdp", "all_gather", 1, 3)]
+    found = clock([passes(1), back, passes(3)], [*there, passes(3)]).step_time
+    assert found.exposed.get("fsdp", 0) == 0
+    assert found.busy == pytest.approx(7 + CONTENTION_FRACTION)

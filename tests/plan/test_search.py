@@ -3,45 +3,50 @@
 from __future__ import annotations
 
 import tomllib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from functools import partial
 from itertools import product
 from math import inf
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.plan.made_up_traces import made_up_plan, made_up_traces
 from trainer.config import checks
 from trainer.config.overrides import with_overrides
 from trainer.config.parse import load
 from trainer.config.training_stages import Recipe
-from trainer.hardware.attention_choice import attention_problems
+from trainer.errors import ConfigError
+from trainer.hardware.attention_choice import attention_problems, with_attention_choice
 from trainer.hardware.device_specs import DeviceSpec, load_device
 from trainer.hardware.host import GIB
-from trainer.plan import run_plan
+from trainer.plan import traced_plan
 from trainer.plan.interconnect import group_topologies
+from trainer.plan.layout_words import describe_layout, layout_toml, why_slower
+from trainer.plan.layouts import divisors, enumerate_layouts
 from trainer.plan.memory_options import FREE_LOSS_CHUNKS_MIB, LOSS_CHUNKS_MIB
 from trainer.plan.plan import TrainingPlan, plan_stage
 from trainer.plan.report import search_report
+from trainer.plan.rough import RoughPlan
 from trainer.plan.search import (
     MEMORY_CHOICES,
     TIE_FACTOR,
-    SearchResult,
-    describe_layout,
-    divisors,
-    enumerate_layouts,
     fewest_devices,
-    layout_toml,
     longest_sequence,
     search,
-    why_slower,
     with_seq_len,
 )
 
 H100 = load_device("h100-80gb")
 ROOT = Path(__file__).resolve().parents[2]
+
+
+find = partial(search, trace=made_up_traces())
+longest = partial(longest_sequence, trace=made_up_traces())
+fewest = partial(fewest_devices, trace=made_up_traces())
 
 
 def configured(*words: str) -> Recipe:
@@ -68,16 +73,12 @@ def all_layouts(config: Recipe, ranks: int, device: DeviceSpec) -> Iterator[Trai
         tried = with_overrides(config, layout | keep | options)
         if checks.layout_problems(tried, ranks) or attention_problems(tried, device):
             continue
-        yield plan_stage(tried, ranks, device)
+        yield TrainingPlan(with_attention_choice(tried, device), ranks, device)
 
 
-def exhaustive_optimum(config: Recipe, ranks: int, device: DeviceSpec) -> float:
-    """Step time of the fastest layout that fits, by exhaustive search."""
-    best = inf
-    for plan in all_layouts(config, ranks, device):
-        if plan.step_seconds < best and plan.fits:
-            best = plan.step_seconds
-    return best
+def exhaustive_optimum(plans: Iterable[TrainingPlan]) -> float:
+    """Step time of the fastest that fits."""
+    return min((plan.step_seconds for plan in plans if plan.fits), default=inf)
 
 
 SPACES = {
@@ -93,49 +94,66 @@ SPACES = {
     "weights that hardly fit": ("llama3_8b", 2, 60, "--training.seq_len", "16384"),
     "states that fit the host alone": ("llama3_8b", 1, 70, "--training.seq_len", "8192"),
     "windows": ("gemma3_4b_128k", 2, 44, "--training.seq_len", "32768"),
-    "mixtures": ("debug_moe", 2, 0.25, "--training.seq_len", "16384"),
+    "mixtures": ("debug_moe", 2, 0.4, "--training.seq_len", "16384"),
 }
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", SPACES)
-def test_search_finds_the_exhaustive_optimum(name: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "spread"),
+    [
+        pytest.param(
+            name,
+            spread,
+            marks=[] if name.startswith("states") and spread else pytest.mark.slow,
+            id=f"{name}, {spread}",
+        )
+        for name, spread in product(SPACES, (0, 1))
+    ],
+)
+def test_search_finds_the_exhaustive_optimum(name: str, spread: float) -> None:
+    """Whatever the truth is, as long as estimates are off by 15 % of memory and 5 % of seconds."""
     file, ranks, gib, *words = SPACES[name]
     config = load(["--config", str(file), *map(str, words)])
     device = replace(H100, memory=float(gib) * GIB)
-    found = search(config, int(ranks), device)
-    fastest = exhaustive_optimum(config, int(ranks), device)
+    trace = made_up_traces(spread=spread)
+    found = search(config, int(ranks), device, trace=trace)
+    make = partial(made_up_plan, spread=spread)
+    fastest = exhaustive_optimum(map(make, all_layouts(config, int(ranks), device)))
     assert fastest <= found.best[0].step_seconds <= TIE_FACTOR * fastest
     assert all(
         plan.fits and not checks.layout_problems(plan.config, int(ranks)) for plan in found.best
     )
 
 
-# Formulas choose among forms of a mesh, and see less of a mixture's step than traces do.
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("name", "tolerance"), [("states that fit the host alone", 0.005), ("mixtures", 0.02)]
-)
-def test_a_search_by_traces_finds_the_optimum_of_all_traces(name: str, tolerance: float) -> None:
+@pytest.mark.parametrize("name", ["states that fit the host alone", "mixtures"])
+def test_search_finds_the_optimum_of_all_traces(name: str) -> None:
     file, ranks, gib, *words = SPACES[name]
     config = load(["--config", str(file), *map(str, words)])
     device = replace(H100, memory=float(gib) * GIB)
-    found = run_plan.search_by_traces(partial(search, config, int(ranks)), device).best[0]
-    traces = [
-        run_plan.traced(plan)
+    found = search(config, int(ranks), device).best[0]
+    estimated = [
+        (plan, RoughPlan(plan.config, plan.world_size, device))
         for plan in all_layouts(config, int(ranks), device)
-        # Formulas and traces differ by less, so no other can be the fastest.
-        if plan.step_seconds < 1.04 * found.step_seconds and plan.memory_utilization < 1.03
     ]
-    fastest = min(plan.step_seconds for plan in traces if plan.fits)
+    best = RoughPlan(found.config, int(ranks), device)
+    # Estimates and traces differ by less, so no other can be the fastest.
+    likely = [
+        plan
+        for plan, estimate in estimated
+        if estimate.step_seconds < 1.1 * best.step_seconds
+        and max(estimate.device_share, estimate.host_share) < 1.2
+    ]
+    traces = [*map(traced_plan.traced, likely)]
+    fastest = exhaustive_optimum(traces)
     assert found.fits
     assert len(traces) > 50
-    assert fastest <= found.step_seconds <= (1 + tolerance) * fastest
+    assert fastest <= found.step_seconds <= TIE_FACTOR * fastest
 
 
 @pytest.mark.slow
 def test_results_are_sorted_by_time_but_for_equals() -> None:
-    found = search(
+    found = find(
         configured("--training.seq_len", "32768", "--training.global_batch_size", "4"), 4, H100
     )
     seconds = [plan.step_seconds for plan in found.best]
@@ -145,15 +163,15 @@ def test_results_are_sorted_by_time_but_for_equals() -> None:
 
 @pytest.mark.slow
 def test_results_have_distinct_meshes_and_reasons() -> None:
-    found = search(configured(), 8, H100)
+    found = find(configured(), 8, H100)
     meshes = [tuple(plan.mesh.values()) for plan in found.best]
     assert len(meshes) == len({*meshes}) == 5
     assert all(why_slower(plan, found.best[0]) for plan in found.best[1:])
-    assert found.num_plans > len(meshes)
+    assert found.num_layouts > found.num_traces >= len(meshes)
 
 
 def test_layouts_that_do_not_fit_name_their_shortage() -> None:
-    found = search(configured(), 4, replace(H100, memory=4 * GIB))
+    found = find(configured(), 4, replace(H100, memory=4 * GIB))
     assert not found.best
     assert found.not_fitting
     assert "a device needs" in found.not_fitting[0].memory_shortages[0]
@@ -163,14 +181,14 @@ def test_layouts_that_do_not_fit_name_their_shortage() -> None:
 @pytest.mark.slow
 def test_the_printed_toml_reproduces_the_plan(tmp_path: Path) -> None:
     shipped = ROOT / "train_configs" / "llama3_8b_128k.toml"
-    for plan in search(with_seq_len(configured(), 65_536), 8, H100).best:
+    for plan in find(with_seq_len(configured(), 65_536), 8, H100).best:
         (tmp_path / "whole.toml").write_text(
             replace_sections(shipped.read_text(), layout_toml(plan.config))
         )
         config = load(["--config", str(tmp_path / "whole.toml")])
         assert config.training.seq_len == 65_536
         assert checks.layout_problems(config, 8) == []
-        assert plan_stage(config, 8, H100).step_seconds == plan.step_seconds
+        assert made_up_plan(TrainingPlan(config, 8, H100)).step_seconds == plan.step_seconds
 
 
 def replace_sections(text: str, pasted: str) -> str:
@@ -184,29 +202,30 @@ def replace_sections(text: str, pasted: str) -> str:
     return "\n".join(kept) + "\n\n" + pasted + "\n"
 
 
-def test_longest_sequence_fits_and_a_longer_one_does_not() -> None:
+@pytest.mark.parametrize("memory", [0.8, 1.0, 1.25])
+def test_longest_sequence_fits_and_a_longer_one_does_not(memory: float) -> None:
+    """Whatever traces need, relative to estimates."""
     device = replace(H100, memory=16 * GIB)
     config = load(["--config", "llama3_1b", "--training.global_batch_size", "1"])
-    found = longest_sequence(config, 2, device)
+    trace = made_up_traces(memory=memory)
+    found = longest_sequence(config, 2, device, trace=trace)
     assert "a device needs" in found.shortage
     assert found.best[0].fits
-    length = found.best[0].config.training.seq_len
-    assert not search(with_seq_len(config, length + length // 16), 2, device, max_results=1).best
+    longer = with_seq_len(config, found.best[0].config.training.seq_len * 17 // 16)
+    assert not search(longer, 2, device, max_results=1, trace=trace).best
 
 
 @pytest.mark.slow
 def test_fewest_devices_need_not_be_a_power_of_two() -> None:
     config = load(["--config", "llama3_8b", "--training.global_batch_size", "8"])
-    found = fewest_devices(
-        config, replace(H100, memory=9 * GIB), pinned=["memory.optimizer_placement"]
-    )
+    found = fewest(config, replace(H100, memory=9 * GIB), pinned=["memory.optimizer_placement"])
     assert found.best[0].world_size == 24
     assert found.best[0].fits
 
 
 def test_pinned_keys_are_kept() -> None:
     config = configured("--parallelism.tp", "4", "--memory.recompute", "full")
-    best = search(config, 16, H100, pinned=("parallelism.tp", "memory.recompute")).best
+    best = find(config, 16, H100, pinned=("parallelism.tp", "memory.recompute")).best
     assert {(plan.mesh["tp"], plan.config.memory.recompute) for plan in best} == {(4, "full")}
 
 
@@ -216,19 +235,19 @@ def test_pinned_keys_are_kept_by_the_longest_sequence_and_the_fewest_devices() -
     )
     device = replace(H100, memory=32 * GIB)
     pinned = ["memory.offload"]
-    free = longest_sequence(config, 1, device).best[0].config.training.seq_len
-    (kept,) = longest_sequence(config, 1, device, pinned=pinned).best
+    free = longest(config, 1, device).best[0].config.training.seq_len
+    (kept,) = longest(config, 1, device, pinned=pinned).best
     assert kept.config.training.seq_len < free
     assert kept.config.memory.offload == "none"
     long = with_seq_len(config, free)
-    (few,) = fewest_devices(long, device).best
-    (more,) = fewest_devices(long, device, pinned=pinned).best
+    (few,) = fewest(long, device).best
+    (more,) = fewest(long, device, pinned=pinned).best
     assert few.world_size < more.world_size
     assert more.config.memory.offload == "none"
 
 
 def test_a_search_that_finds_nothing_suggests_changes() -> None:
-    found = search(load(["--config", "llama3_8b"]), 1, replace(H100, memory=4 * GIB))
+    found = find(load(["--config", "llama3_8b"]), 1, replace(H100, memory=4 * GIB))
     assert not found.best
     assert any(note.startswith("the first: ") for note in search_report(found, "", H100).notes)
 
@@ -242,16 +261,16 @@ def test_mesh_dependent_keys_of_the_file_do_not_limit_the_search() -> None:
     config = configured(*(word for key, value in words.items() for word in (f"--{key}", value)))
     assert checks.layout_problems(config, 8) == []
     found, plain = (
-        search(each, 8, H100) for each in (config, configured("--training.compile", "true"))
+        find(each, 8, H100) for each in (config, configured("--training.compile", "true"))
     )
     assert found.best[0].step_seconds == plain.best[0].step_seconds
 
 
 def test_an_optimizer_moves_to_the_host_where_nothing_else_fits() -> None:
     config = load(["--config", "llama3_8b"])
-    (best,) = search(config, 1, H100).best
+    (best,) = find(config, 1, H100).best
     assert best.config.memory.optimizer_placement == "host"
-    assert not search(config, 1, H100, pinned=["memory.optimizer_placement"]).best
+    assert not find(config, 1, H100, pinned=["memory.optimizer_placement"]).best
 
 
 def test_a_kernel_in_the_file_limits_no_search_unless_it_is_pinned() -> None:
@@ -265,8 +284,8 @@ def test_a_kernel_in_the_file_limits_no_search_unless_it_is_pinned() -> None:
             "false",
         ]
     )
-    (free,) = search(config, 1, H100).best
-    (pinned,) = search(config, 1, H100, pinned=["training.attention", "training.compile"]).best
+    (free,) = find(config, 1, H100).best
+    (pinned,) = find(config, 1, H100, pinned=["training.attention", "training.compile"]).best
     assert (free.config.training.attention, free.config.training.compile) == (
         "cudnn+flash",
         "auto",
@@ -278,31 +297,16 @@ def test_a_kernel_in_the_file_limits_no_search_unless_it_is_pinned() -> None:
     assert free.step_seconds < pinned.step_seconds
 
 
-def test_a_layout_that_needs_more_by_its_trace_is_looked_for_again_with_less_memory(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    asked: list[float] = []
-
-    def find(device: DeviceSpec) -> SearchResult:
-        asked.append(device.memory)
-        return search(config, 2, device)
-
-    # A trace that finds 5 % more than the formulas do.
-    monkeypatch.setattr(
-        run_plan,
-        "traced",
-        lambda plan: replace(plan, device=replace(plan.device, memory=plan.device.memory / 1.05)),
-    )
+def test_a_layout_that_needs_more_by_its_trace_is_replaced_by_a_leaner_one() -> None:
     config = load(["--config", "llama3_1b", "--training.micro_batch_size", "2"])
-    (first, *_) = search(config, 2, H100).best
-    # The fastest layout uses all that there is.
+    (first, *_) = find(config, 2, H100).best
+    # The fastest layout uses all that there is, and by its trace 5 % more.
     tight = replace(H100, memory=1.01 * H100.memory * first.memory_utilization)
-    by_formulas = search(config, 2, tight)
-    found = run_plan.search_by_traces(find, tight)
-    assert asked[0] == tight.memory > asked[1]
-    assert all(plan.fits for plan in found.best)
-    assert found.best[0].memory_utilization <= 1 < 1.05 * by_formulas.best[0].memory_utilization
-    assert found.num_plans > by_formulas.num_plans
+    traced = search(config, 2, tight, trace=made_up_traces(memory=1.05))
+    assert traced.best
+    assert all(plan.fits for plan in traced.best)
+    assert traced.memory_ratio == pytest.approx(1.05)
+    assert traced.num_traces > find(config, 2, tight).num_traces
 
 
 def test_a_search_on_racks_counts_their_used_devices() -> None:
@@ -337,17 +341,19 @@ def test_groups_that_straddle_a_link_domain_count_as_crossing() -> None:
 def test_head_groups_may_beat_no_memory_options() -> None:
     slow = replace(H100, network_bandwidth=5e9)
     config = configured("--training.global_batch_size", "2")
-    found = search(config, 25, slow)
-    assert found.best[0].step_seconds <= TIE_FACTOR**2 * exhaustive_optimum(config, 25, slow)
+    found = find(config, 25, slow)
+    assert found.best[0].step_seconds <= TIE_FACTOR**2 * exhaustive_optimum(
+        map(made_up_plan, all_layouts(config, 25, slow))
+    )
 
 
 def test_fewest_devices_fit_and_half_of_them_do_not() -> None:
     config = configured("--training.seq_len", str(1 << 20), "--training.global_batch_size", "1")
     device = replace(H100, memory=40 * GIB)
-    (found,) = fewest_devices(config, device).best
+    (found,) = fewest(config, device).best
     assert found.world_size > 1
     assert found.fits
-    assert not search(config, found.world_size // 2, device).best
+    assert not find(config, found.world_size // 2, device).best
 
 
 def test_with_seq_len_keeps_tokens_per_step() -> None:
@@ -360,3 +366,72 @@ def test_with_seq_len_keeps_tokens_per_step() -> None:
 
 def test_divisors() -> None:
     assert divisors(12) == [1, 2, 3, 4, 6, 12]
+
+
+def test_a_search_shows_as_many_layouts_as_fit() -> None:
+    """Also where some of the first that it traces do not fit."""
+    config = configured("--training.global_batch_size", "8")
+    tight = replace(H100, memory=46 * GIB)
+    found = search(config, 8, tight, trace=made_up_traces(memory=1.2))
+    assert len(found.best) == 5
+    assert found.num_traces > 5
+
+
+def test_a_pinned_memory_option_goes_with_all_choices_of_the_others() -> None:
+    """Also a value that no search would choose."""
+    config = configured("--memory.head_groups", "2", "--memory.mlp_tile_mib", "100")
+    pinned = ["memory.head_groups", "memory.mlp_tile_mib"]
+    best = find(config, 8, replace(H100, memory=17 * GIB), pinned=pinned).best
+    chosen = [plan.config.memory for plan in best]
+    assert {(memory.head_groups, memory.mlp_tile_mib) for memory in chosen} == {(2, 100)}
+    assert len({memory.offload for memory in chosen}) == 3
+
+
+@pytest.mark.parametrize("words", ["debug", "llama3_8b --training.global_batch_size 4"])
+def test_one_device_may_be_enough_where_many_have_no_work(words: str) -> None:
+    (best,) = fewest(load(["--config", *words.split()]), H100).best
+    assert best.world_size == 1
+
+
+def test_a_pinned_auto_is_chosen() -> None:
+    config = configured("--memory.recompute", "auto", "--parallelism.cp_method", "auto")
+    pinned = ["memory.recompute", "parallelism.cp_method"]
+    best = find(config, 8, H100, pinned=pinned).best
+    assert [plan.step_seconds for plan in best] == [
+        plan.step_seconds for plan in find(config, 8, H100).best
+    ]
+
+
+@pytest.mark.parametrize(
+    ("key", "value"), [("parallelism.dp_replicate", 2), ("training.micro_batch_size", 4)]
+)
+def test_a_value_that_no_search_would_try_can_be_pinned(key: str, value: int) -> None:
+    config = with_overrides(
+        load(["--config", "llama3_1b", "--training.global_batch_size", "64"]), {key: value}
+    )
+    best = find(config, 8, H100, pinned=[key]).best
+    assert best
+    assert {attrgetter(key)(plan.config) for plan in best} == {value}
+
+
+def test_a_search_without_any_layout_says_what_it_looked_for() -> None:
+    config = load(["--config", "llama3_8b", "--parallelism.dp_replicate", "4096"])
+    (problem,) = find(config, 4, H100, pinned=["parallelism.dp_replicate"]).problems
+    assert "parallelism.dp_replicate as given: no layout of 4 devices" in problem
+    (problem,) = find(with_overrides(config, {"training.seq_len": 64}), 65_536, H100).problems
+    assert "no layout of 65,536 devices shares 128 sequences of 64 tokens per step" in problem
+
+
+def test_a_configuration_that_is_wrong_on_any_mesh_is_an_error() -> None:
+    with pytest.raises(ConfigError, match="num_heads = 7"):
+        find(configured("--model.num_heads", "7"), 8, H100)
+
+
+def test_too_small_a_host_budget_of_a_pipeline_fits_nowhere() -> None:
+    """No trace shows which micro-batches share it, so none is made."""
+    words = "--memory.host_budget_gib 0.01 --parallelism.pp 2 --memory.offload inputs"
+    config = configured(*words.split(), "--memory.recompute", "keep_attention")
+    pinned = ["memory.host_budget_gib", "parallelism.pp", "memory.offload", "memory.recompute"]
+    assert not find(config, 8, H100, pinned=pinned).best
+    enough = with_overrides(config, {"memory.host_budget_gib": 1000.0})
+    assert find(enough, 8, H100, pinned=pinned).best

@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -21,7 +22,7 @@ from tests.models.other_kinds import other_kinds
 from trainer.config import model as model_section
 from trainer.config.job_config import Config
 from trainer.trace.compose import compose
-from trainer.trace.pieces import Trace
+from trainer.trace.pieces import Arrival, Departure, Trace
 from trainer.trace.record import record, trace_pp_ranks, trace_step
 from trainer.trace.shorten import ShortStep
 
@@ -148,3 +149,42 @@ def test_a_strange_mixer_needs_no_line_here() -> None:
     strange = LayerKind(mixer="shift", feed_forward="squared"), LayerKind(feed_forward="squared")
     with model_with(*strange):
         require_equal(configured(f"{DEEP} {KEEP}"), 1)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_weights_on_the_host_are_copied_for_each_gather_and_gradients_back(ranks: int) -> None:
+    options = f"{KEEP} memory.optimizer_placement=host training.dtype=bfloat16"
+    mesh = f"parallelism.dp_shard={ranks} training.global_batch_size={2 * ranks}"
+    config = configured(f"{options} {mesh}")
+    trace = trace_step(config, ranks, kernel="cudnn+flash").trace
+    moments = [each for piece in trace.pieces for each in piece.timeline]
+    messages = [each for each in moments if isinstance(each, Departure)]
+    sent = Counter[tuple[str, str]]()
+    for each in messages:
+        sent[each.key[:2]] += int(each.size)
+    size = 4 * config.model.build().num_parameters // ranks
+    # Two micro-batches, each of which reduces once.
+    assert sent["host", "gradients"] == pytest.approx(2 * size, rel=0.01)
+    if ranks == 1:
+        # Embedding and head are there for both directions.
+        assert 1.2 * 2 * size < sent["host", "copy"] < 2 * 2 * size
+        assert sent["host", "weights"] == 0
+        # It waits for each of them at once.
+        awaited = {each.number for each in moments if isinstance(each, Arrival)}
+        copies = {each.number for each in messages if each.key[:2] == ("host", "copy")}
+        assert copies <= awaited
+    else:
+        # Float32 there, bfloat16 between two ranks, but for what is too small to count.
+        assert sent["host", "weights"] == pytest.approx(2 * sent["fsdp", "all_gather"], rel=0.01)
+
+
+def test_an_optimizer_on_the_host_moves_as_much_as_on_the_device() -> None:
+    """It waits for the next step's forward pass, which is no part of a trace."""
+
+    def moved(placement: str) -> int:
+        config = configured(f"{KEEP} memory.optimizer_placement={placement}")
+        return (
+            trace_step(config, 1, kernel="cudnn+flash").trace.pieces[-1].work.moved_bytes.total()
+        )
+
+    assert moved("host") == pytest.approx(moved("device"), rel=0.1)

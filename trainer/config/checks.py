@@ -183,26 +183,39 @@ def _stage_section_problems(stage: StageSection) -> Iterator[str]:
 
 def _single_stage_problems(config: Config, world_size: int) -> Iterator[str]:
     """Problems that do not depend on other stages."""
-    # A model with problems cannot be built. Checks that need its shapes are skipped then, so that
-    # one mistake is not reported as many.
-    model_problems = config.model.problems()
+    yield from unplaced_problems(config)
+    yield from placed_problems(config, world_size, is_model_valid=not config.model.problems())
+
+
+def unplaced_problems(config: Config) -> Iterator[str]:
+    """Problems on any mesh, with any memory options."""
     yield from data_section_problems(config.data)
     yield from _validation_problems(config.validation, config.data)
-    yield from model_problems
-    yield from _memory_problems(config.memory)
+    yield from config.model.problems()
     yield from slurm_problems(config.slurm)
-    if not model_problems:
+    yield from _schedule_problems(config)
+
+
+def placed_problems(
+    config: Config, world_size: int, *, is_model_valid: bool = True
+) -> Iterator[str]:
+    """All other problems of a stage.
+
+    A model with problems cannot be built. Checks that need its shapes are skipped then, so that
+    one mistake is not reported as many.
+    """
+    yield from _memory_problems(config.memory)
+    if is_model_valid:
         yield from _head_group_problems(config)
         yield from _attention_problems(config)
     yield from _loss_problems(config)
     yield from _optimizer_problems(config)
     yield from _optimizer_dtype_problems(config)
     yield from _world_size_problems(config, world_size)
-    if not model_problems:
+    if is_model_valid:
         yield from _parallelism_problems(config, world_size)
-    yield from _schedule_problems(config)
     yield from _batch_problems(config)
-    if not model_problems:
+    if is_model_valid:
         yield from router_problems(config.training, config.model.build())
 
 

@@ -58,7 +58,6 @@ def build_parser() -> CommandParser:
     add("--text-only", action="store_true", help="as for longhaul hf import")
     add("--ignore-key", action="append", default=[], metavar="NAME", help="as --text-only")
     add("--force", action="store_true", help="replace files that exist")
-    add("--quick", action="store_true", help="as for longhaul plan search")
     return parser
 
 
@@ -72,7 +71,7 @@ def run(options: Namespace, overrides: list[str]) -> int:
     given = given_values(options.name, overrides)
     require_new_files(options.name, files.values(), force=options.force)
     new = RunChoices(options, given, os.environ, is_terminal=is_terminal()).new_run()
-    result = new.fastest_layouts(overrides, quick=options.quick)
+    result = new.fastest_layouts(overrides)
     best = result.best[0]
     files["toml"].write_text(new.toml(best.config, best.step_seconds))
     # From the file, as a run will read it.

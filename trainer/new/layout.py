@@ -27,8 +27,9 @@ from trainer.new.epochs import describe_repetition
 from trainer.new.model_source import ModelSource
 from trainer.plan import search as layouts
 from trainer.plan.__main__ import pinned_keys
-from trainer.plan.run_plan import search_by_traces
-from trainer.plan.search import TOML_SECTIONS, SearchResult, describe_layout
+from trainer.plan.layout_words import TOML_SECTIONS, describe_layout
+from trainer.plan.search import SearchResult
+from trainer.plan.tracing import tracing_processes
 from trainer.slurm.__main__ import render_script
 from trainer.storage.run_dir import RunDir
 
@@ -85,8 +86,8 @@ class NewRun:
             remarks.append(repetition)
         return remarks
 
-    def fastest_layouts(self, overrides: Sequence[str], *, quick: bool = False) -> SearchResult:
-        """The layouts that fit, fastest first, by traces of them or, if `quick`, by formulas.
+    def fastest_layouts(self, overrides: Sequence[str]) -> SearchResult:
+        """The layouts that fit, fastest first.
 
         Raises `ConfigError` if the run cannot start, `DoesNotFitError` if none fits.
         """
@@ -94,13 +95,12 @@ class NewRun:
         if problems := [*_problems(config)]:
             raise ConfigError(problems)
         pinned = pinned_keys(overrides)
-        find = partial(layouts.search, config, self.world_size, pinned=pinned)
-        result = find(self.device) if quick else search_by_traces(find, self.device)
+        with tracing_processes() as trace:
+            result = layouts.search(
+                config, self.world_size, self.device, pinned=pinned, trace=trace
+            )
         if result.problems:
             raise ConfigError([*result.problems])
-        if not result.best and not result.not_fitting and pinned:
-            rule = f"no layout of {self.world_size:,} devices that is worth a search keeps them"
-            raise ConfigError([f"{', '.join(pinned)} as given: {rule}"])
         if not result.best:
             raise DoesNotFitError(*self._shortage(config, result, pinned))
         return result
@@ -111,17 +111,10 @@ class NewRun:
         """Why nothing fits, and what would."""
         seq_len = config.training.seq_len
         devices = f"{self.world_size:,} x {self.device.name}"
-        leanest = min(result.not_fitting, key=attrgetter("memory_utilization"), default=None)
-        if leanest is None:
-            sequences = config.training.global_batch_size
-            yield (
-                f"no layout of {devices} shares {sequences:,} sequences of {seq_len:,} tokens per step: "
-                "raise --training.global_batch_size or use fewer devices"
-            )
-            return
+        leanest = min(result.not_fitting, key=attrgetter("memory_utilization"))
         shortage = leanest.memory_shortages[0]
         yield f"{seq_len:,} tokens fit no layout of {devices}; with {describe_layout(leanest)}, {shortage}"
-        fits = partial(layouts.any_layout_fits, device=self.device, pinned=pinned)
+        fits = partial(self._fits, pinned=pinned)
         sizes = [factor * self.world_size for factor in MORE_DEVICES]
         enough = next((size for size in sizes if fits(config, size)), None)
         if enough is None:
@@ -139,6 +132,13 @@ class NewRun:
         ):
             length //= 2
         yield f"{max(length, layouts.SEQ_LEN_STEP):,} tokens would: --seq-len {max(length, layouts.SEQ_LEN_STEP)}"
+
+    def _fits(self, config: Recipe, world_size: int, *, pinned: Sequence[str]) -> bool:
+        """Whether a layout of `world_size` devices fits, by its trace."""
+        if not layouts.any_layout_might_fit(config, world_size, self.device, pinned=pinned):
+            return False
+        result = layouts.search(config, world_size, self.device, max_results=1, pinned=pinned)
+        return bool(result.best)
 
     def toml(self, best: Config, step_seconds: float) -> str:
         """The configuration on the layout of a plan."""

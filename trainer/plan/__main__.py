@@ -38,7 +38,7 @@ from trainer.hardware.device_specs import (
     select_device,
 )
 from trainer.plan.document import PlanReport
-from trainer.plan.run_plan import plan_run, search_by_traces
+from trainer.plan.run_plan import plan_run
 from trainer.plan.search import (
     SEQ_LEN_STEP,
     SearchResult,
@@ -47,6 +47,7 @@ from trainer.plan.search import (
     with_seq_len,
 )
 from trainer.plan.search import search as search_layouts
+from trainer.plan.tracing import tracing_processes
 
 DESCRIPTION = "Predicts memory, step time and cost of a run. Exits with 3 if it does not fit."
 SEARCH = """\
@@ -110,7 +111,8 @@ def search(options: Namespace, overrides: Sequence[str]) -> int:
     else:
         finder = longest_sequence if options.longest else search_layouts
         find = partial(finder, config, world_size, pinned=pinned)
-    result = find(device) if options.quick else search_by_traces(find, device)
+    with tracing_processes() as trace:
+        result = find(device=device, trace=trace)
     remarks = [f"longer sequences do not fit: {result.shortage}"] if result.shortage else []
     found = result.best[0].config if result.best else config
     if found.training.tokens_per_step != file_tokens:
@@ -181,11 +183,6 @@ def build_parser() -> CommandParser:
     searching = parser.add_command("search", SEARCH, run=search, overrides=overrides)
     add_devices(searching)
     add = searching.add_argument
-    add(
-        "--quick",
-        action="store_true",
-        help="by formulas alone: without traces of the layouts that were found, seconds each",
-    )
     add(
         "--longest",
         action="store_true",

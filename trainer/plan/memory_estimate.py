@@ -26,7 +26,6 @@ __all__ = [
     "MemoryItem",
     "estimate_memory",
     "estimate_memory_per_pp_rank",
-    "exceeds",
     "fullest_estimates",
     "phase_estimates",
     "rank_memory",
@@ -80,14 +79,6 @@ def estimate_memory_per_pp_rank(
 ) -> list[MemoryEstimate]:
     """The peak of each pipeline rank."""
     return _estimates(config, world_size, range(config.parallelism.pp), on_cpu=on_cpu)
-
-
-def exceeds(config: Config, world_size: int, limit: float) -> bool:
-    """Whether some rank needs more than `limit` bytes of its device. Ends at the first moment
-    that does, so it is faster than a peak.
-    """
-    ranks = (rank_memory(config, world_size, rank) for rank in _fullest_ranks(config, world_size))
-    return any(moment.device_bytes > limit for rank in ranks for moment in phase_estimates(rank))
 
 
 def _fullest_ranks(config: Config, world_size: int) -> Iterable[int]:

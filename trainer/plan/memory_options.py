@@ -22,14 +22,10 @@ from trainer.plan.memory_estimate import (
     estimate_memory,
     rank_memory,
 )
+from trainer.plan.reserves import DEVICE_FRACTION, PINNED_OVERHEAD
 
-DEVICE_FRACTION = 0.9
 HOST_FRACTION = 0.75
-"""Usable share of device and node memory; the rest is for kernel workspaces, fragmentation and
-data loading.
-"""
-PINNED_OVERHEAD = 17 / 16
-"""Upper bound of pinned bytes allocated per byte stored."""
+"""Usable share of node memory at launch; the rest is for processes and data loading."""
 # Values by key, in the order tried, with the estimated relative step-time overhead (copies,
 # launches, partial sums).
 MEMORY_OPTIONS: dict[str, dict[Any, float]] = {

@@ -31,21 +31,18 @@ from trainer.plan.memory_estimate import (
     SAVED_ACTIVATIONS,
     MemoryEstimate,
     estimate_memory_per_pp_rank,
-    exceeds,
     fullest_estimates,
     rank_memory,
 )
 from trainer.plan.rank_workload import rank_workload
+from trainer.plan.reserves import (
+    HOST_BYTES_PER_PROCESS,
+    PINNED_OVERHEAD,
+    usable_device_bytes,
+    usable_host_bytes,
+)
 from trainer.plan.suggestions import competition_key, memory_saving_changes, speedup_changes
 
-DEVICE_RESERVE_FRACTION = 1 - memory_options.DEVICE_FRACTION
-"""Share of device memory for what the estimate omits: allocator fragmentation, kernel and NCCL
-workspaces, the driver. The same reserve as for `memory.recompute = "auto"`.
-"""
-HOST_RESERVE_FRACTION = 0.1
-"""Share of node memory for the operating system and the page cache."""
-HOST_BYTES_PER_PROCESS = 5 * GIB
-"""Host memory of a rank outside the estimate: torch, CUDA context, NCCL buffers, data workers."""
 SECONDS_PER_DAY = 86_400
 BOTTLENECK_THRESHOLD = 0.05
 """Share of the step time from which a component is reported as a bottleneck."""
@@ -117,7 +114,7 @@ class TrainingPlan:
     @property
     def usable_device_memory(self) -> float:
         """Bytes per device, without the reserve."""
-        return self.device.memory * (1 - DEVICE_RESERVE_FRACTION)
+        return usable_device_bytes(self.device)
 
     @property
     def device_reserve(self) -> float:
@@ -139,7 +136,7 @@ class TrainingPlan:
         kinds = {item.name: item.host_bytes for item in estimate.items if item.host_bytes}
         if SAVED_ACTIVATIONS in kinds:
             # The allocator of pinned memory rounds buffers up, so more is pinned than stored.
-            kinds[SAVED_ACTIVATIONS] *= memory_options.PINNED_OVERHEAD
+            kinds[SAVED_ACTIVATIONS] *= PINNED_OVERHEAD
         kinds["processes"] = HOST_BYTES_PER_PROCESS
         # Every rank of a node counts like the one that needs most.
         return {kind: self.ranks_per_node * size for kind, size in kinds.items()}
@@ -150,7 +147,7 @@ class TrainingPlan:
 
     @property
     def usable_host_memory(self) -> float:
-        return self.device.host_memory * (1 - HOST_RESERVE_FRACTION)
+        return usable_host_bytes(self.device)
 
     @cached_property
     def memory_shortages(self) -> list[str]:
@@ -172,25 +169,22 @@ class TrainingPlan:
             )
         return shortages
 
-    @cached_property
-    def exceeds_device(self) -> bool:
-        """Whether the device's memory does not suffice. Ends at the first moment that exceeds it,
-        unlike the peak.
-        """
-        return exceeds(self.config, self.world_size, self.usable_device_memory)
-
-    @cached_property
+    @property
     def fits(self) -> bool:
-        # The cheaper check first: it stops at the first moment that exceeds the device.
-        return not self.exceeds_device and not self.memory_shortages
+        return not self.memory_shortages
 
     @property
     def memory_utilization(self) -> float:
         """Required over usable memory, of device or host, whichever is higher."""
-        return max(
-            self.peak_memory.device_bytes / self.usable_device_memory,
-            self.host_memory_needed / self.usable_host_memory,
-        )
+        return max(self.device_utilization, self.host_utilization)
+
+    @property
+    def device_utilization(self) -> float:
+        return self.peak_memory.device_bytes / self.usable_device_memory
+
+    @property
+    def host_utilization(self) -> float:
+        return self.host_memory_needed / self.usable_host_memory
 
     @property
     def checkpoint_bytes(self) -> float:

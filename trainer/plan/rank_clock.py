@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import compress
-from typing import TypeGuard
+from typing import NamedTuple, TypeGuard
 
 from models.kernel_choice import FLASH_VERSIONS
 from trainer.config.job_config import Config
@@ -31,7 +31,7 @@ from trainer.plan.step_time import (
     HOST_MEMORY_EFFICIENCY,
     RankStepTime,
 )
-from trainer.trace.pieces import HOST, Arrival, Departure, Piece, Work
+from trainer.trace.pieces import GRADIENTS, HOST, WEIGHTS, Arrival, Departure, Piece, Work
 from trainer.trace.rank_step import RankStep
 
 FSDP_CHANNELS = ("fsdp", "efsdp", "dp_replicate")
@@ -52,6 +52,14 @@ class Compute:
 
 
 Moment = Compute | Departure | Arrival
+
+
+class Gathered(NamedTuple):
+    """The end of a gather."""
+
+    arrival: float
+    channel: str
+    """Its own, or the host if it waited for that."""
 
 
 class DeviceRates:
@@ -104,15 +112,13 @@ class DeviceRates:
         latency = message.calls * interconnect.latency(kind, group, self._device)
         return message.size / interconnect.bandwidth(kind, group, self._device) + latency
 
-    def link(self, channel: str) -> str:
-        """The kind of link that a channel uses."""
-        return (
-            HOST
-            if channel == HOST
-            else "network"
-            if self._groups[channel].crosses_domains
-            else "link"
-        )
+    def link(self, message: Departure) -> str:
+        """The kind of link that a message takes."""
+        channel, kind, _ = message.key
+        if channel == HOST:
+            # Gradients go the other way than what kernels wait for.
+            return "to the host" if kind == GRADIENTS else HOST
+        return "network" if self._groups[channel].crosses_domains else "link"
 
 
 @dataclass
@@ -134,9 +140,9 @@ class Clock:
             self.compute[kind] += seconds
             self.now += seconds
 
-    def send(self, seconds: float, channel: str, link: str) -> float:
-        """Starts a message as soon as its link is free; the moment at which it arrives."""
-        arrival = max(self.now, self.free[link]) + seconds
+    def send(self, seconds: float, channel: str, link: str, *, after: float = 0) -> float:
+        """Starts a message as soon as its link is free, `after` a moment; when it arrives."""
+        arrival = max(self.now, self.free[link], after) + seconds
         self.free[link] = arrival
         self.sending[channel] += seconds
         return arrival
@@ -171,6 +177,8 @@ class RankClock:
         """When messages arrive, and over which channel."""
         self._reduced = 0.0
         """When the latest gradients are reduced."""
+        self._returned = 0.0
+        """When the latest gradients are on the host."""
 
     def _timed(self, piece: Piece) -> Iterator[Moment]:
         for each in piece.timeline:
@@ -193,13 +201,23 @@ class RankClock:
             gathered = following_gathered
         # The optimizer needs the last reduced gradients, which nothing hides.
         clock.wait(self._reduced, FSDP_CHANNELS[0])
+        clock.wait(self._returned, HOST)
         return clock
 
-    def _gather(self, clock: Clock, index: int) -> list[float]:
-        """Starts to gather the weights of a piece; when each message arrives."""
-        return [self._send(clock, each) for each in self._moments[index] if _is_gather(each)]
+    def _gather(self, clock: Clock, index: int) -> list[Gathered]:
+        """Starts to gather the weights of a piece, from the host if they are there."""
+        gathered = []
+        copied = 0.0
+        for each in self._moments[index]:
+            if _is_from_host(each):
+                copied = self._send(clock, each)
+            elif _is_gather(each):
+                waits_for_host = copied > max(clock.now, clock.free[self.rates.link(each)])
+                arrival = self._send(clock, each, after=copied)
+                gathered.append(Gathered(arrival, HOST if waits_for_host else each.channel))
+        return gathered
 
-    def _run(self, clock: Clock, index: int, gathered: Iterator[float]) -> None:
+    def _run(self, clock: Clock, index: int, gathered: Iterator[Gathered]) -> None:
         begin = clock.now
         launch = 0.0
         for moment in self._moments[index]:
@@ -208,8 +226,10 @@ class RankClock:
                 launch += moment.launch
             elif isinstance(moment, Arrival):
                 self._await(clock, moment.number)
+            elif _is_from_host(moment):
+                continue  # Sent while the piece before ran.
             elif _is_gather(moment):
-                clock.wait(next(gathered), moment.channel)
+                clock.wait(*next(gathered))
             elif moment.channel in FSDP_CHANNELS:
                 self._reduce(clock, moment)
             else:
@@ -218,10 +238,9 @@ class RankClock:
         gap = max(0.0, launch - (clock.now - begin))
         clock.run(Compute({"launch overhead": gap}, 0))
 
-    def _send(self, clock: Clock, message: Departure) -> float:
-        return clock.send(
-            self.rates.message(message), message.channel, self.rates.link(message.channel)
-        )
+    def _send(self, clock: Clock, message: Departure, *, after: float = 0) -> float:
+        seconds = self.rates.message(message)
+        return clock.send(seconds, message.channel, self.rates.link(message), after=after)
 
     def _reduce(self, clock: Clock, message: Departure) -> None:
         """Replicas reduce what their shards have reduced; nothing waits for that before the
@@ -232,6 +251,9 @@ class RankClock:
         self._reduced = self._send(clock, message)
 
     def _exchange(self, clock: Clock, message: Departure) -> None:
+        if message.key[:2] == (HOST, GRADIENTS):
+            self._returned = self._send(clock, message, after=self._reduced)
+            return
         arrival = self._send(clock, message)
         if message.number in self._awaited:
             self._in_flight[message.number] = arrival, message.channel
@@ -318,6 +340,11 @@ class RankClock:
             each for index in first for each in self._moments[index] if isinstance(each, Compute)
         )
         return sum(sum(each.seconds.values()) for each in computed)
+
+
+def _is_from_host(moment: Moment) -> TypeGuard[Departure]:
+    """Whether weights are copied to the device before they are gathered."""
+    return isinstance(moment, Departure) and moment.key[:2] == (HOST, WEIGHTS)
 
 
 def _is_gather(moment: Moment) -> TypeGuard[Departure]:

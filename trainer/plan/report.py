@@ -22,10 +22,11 @@ from trainer.memory.tensors import LINES
 from trainer.plan.console import show
 from trainer.plan.critical_path import sequence_cost
 from trainer.plan.document import BarChart, LineChart, PlanReport, StackedBar, Table, format_gib
+from trainer.plan.layout_words import describe_layout, layout_toml, why_slower
 from trainer.plan.memory_estimate import MemoryEstimate
 from trainer.plan.plan import Suggestion, TrainingPlan, plan_stage
 from trainer.plan.run_plan import RunPlan, plan_run
-from trainer.plan.search import SearchResult, describe_layout, layout_toml, why_slower
+from trainer.plan.search import SearchResult
 from trainer.plan.step_time import CHANNEL_LABELS
 
 NUM_CURVE_POINTS = 9
@@ -109,7 +110,11 @@ def search_report(
         fits=best is not None,
         facts=_facts(RunPlan((best,)), best) if best else [],
         sections=sections,
-        notes=[*plan_notes, *notes, f"{result.num_plans:,} plans evaluated"],
+        notes=[
+            *plan_notes,
+            *notes,
+            f"{result.num_layouts:,} layouts estimated, {result.num_traces} traced",
+        ],
         configurations=[
             f"# {describe_layout(plan)}: {_seconds(plan.step_seconds)} per step\n{layout_toml(plan.config)}"
             for plan in result.best

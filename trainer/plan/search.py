@@ -1,56 +1,51 @@
-"""Searches the layouts of a run on a number of devices for the lowest predicted step time. Imports
-no torch.
+"""Searches the layouts of a run on a number of devices for the lowest step time.
 
 A layout is a mesh, a cp method, a pipeline schedule and memory options, with the attention kernels
-that "auto" takes. Memory options, eager blocks and an optimizer on the host only trade time for
-memory, so the layout without any is a lower bound for its mesh. Branch and bound: meshes are tried
-in order of their bounds until no remaining bound can be among the best.
+that "auto" takes. Coarse estimates rank the layouts; the best are traced; what their traces say
+corrects the estimates, until all of the best are traced. No answer comes from an estimate.
+
+Memory options, eager blocks and an optimizer on the host only trade time for memory, so the layout
+without any is a lower bound for its mesh.
 """
 
 from __future__ import annotations
 
 import sys
+from bisect import bisect_left
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import islice, product
+from functools import partial
+from itertools import islice
 from math import inf
 from operator import attrgetter, itemgetter
-from typing import Any
+from typing import Any, Protocol
 
 from trainer.config import checks
 from trainer.config.job_config import Config
 from trainer.config.overrides import ConfigT, with_overrides
 from trainer.config.sections import MAX_SEQ_LEN
-from trainer.config.toml_format import toml_value
+from trainer.errors import ConfigError
+from trainer.hardware.attention_choice import attention_problems, with_attention_choice
 from trainer.hardware.device_specs import DeviceSpec
-from trainer.plan.interconnect import used_domain_size
-from trainer.plan.memory_options import LOSS_CHUNKS_MIB, MEMORY_OPTIONS
-from trainer.plan.plan import TrainingPlan, plan_stage
+from trainer.plan.layouts import enumerate_layouts
+from trainer.plan.memory_options import FREE_LOSS_CHUNKS_MIB, LOSS_CHUNKS_MIB, MEMORY_OPTIONS
+from trainer.plan.plan import TrainingPlan
+from trainer.plan.rough import RoughPlan
+from trainer.plan.traced_forms import Form, Traces
+from trainer.plan.traced_plan import Trace, traced_plans
 
 MAX_RESULTS = 5
-MAX_MICRO_BATCH_TOKENS = 32_768
-"""Per micro-batch and rank: larger micro-batches make no matmul faster."""
+NUM_NOT_FITTING = 3
+"""Faster layouts that do not fit: how many are traced to say why."""
+MAX_ROUNDS = 8
+"""Rounds of traces of one search."""
 SEQ_LEN_STEP = 1 << 12
 """Granularity of the lengths tried."""
-MIN_TOKENS_PER_RANK = 512
-"""Per sequence and rank, if sharded: smaller shards are dominated by communication."""
-TOML_SECTIONS = ("training", "parallelism", "memory")
 TIE_FACTOR = 1.005
 """Layouts within this factor of the fastest count as equal; the one that uses least memory is then
 the best.
 """
-SEARCHED_CP_METHODS = ("ring", "allgather", "ulysses", "hybrid")
-"""alltoall has the same predicted cost as ring."""
-PP_SCHEDULES = (
-    ("1F1B", None, "per_step"),
-    ("1F1B", None, "per_micro_batch"),
-    ("Interleaved1F1B", None, "per_step"),
-    ("Interleaved1F1B", 4, "per_step"),
-)
-"""(schedule, stages per rank, when gradients are reduced); None is the schedule's default."""
-MESH_DEPENDENT_DEFAULTS = {"cp_layout": "auto", "cp_outer_method": "auto", "pp_layers": None}
-"""Keys that only make sense for the mesh they were written for."""
 
 # From most to least memory.
 MEMORY_CHOICES: tuple[dict[str, Any], ...] = tuple(
@@ -79,7 +74,7 @@ MEMORY_CHOICES: tuple[dict[str, Any], ...] = tuple(
 FASTEST_OPTIONS = {
     "training.attention": "auto",
     "training.compile": "auto",
-    "memory.loss_chunk_mib": LOSS_CHUNKS_MIB[0],
+    "memory.loss_chunk_mib": FREE_LOSS_CHUNKS_MIB[0],
     "memory.optimizer_placement": "device",
 }
 """Where a search starts, whatever the file says: "auto" is the fastest that the planned device can
@@ -111,9 +106,13 @@ class SearchResult:
     """The fastest layout of each mesh that fits, fastest first; among equals, by memory."""
     not_fitting: Sequence[TrainingPlan]
     """Layouts that would be faster than the best but do not fit, each with its leanest options."""
-    num_plans: int
+    num_layouts: int
+    """Layouts that were estimated."""
+    num_traces: int
     problems: Sequence[str] = ()
     """The most frequent configuration problems, if no layout is valid."""
+    memory_ratio: float = 1
+    """Median memory of the traces, relative to the estimates."""
     shortage: str = ""
     """Why longer sequences do not fit, if the longest was asked for."""
 
@@ -125,139 +124,217 @@ def search(
     *,
     max_results: int = MAX_RESULTS,
     pinned: Sequence[str] = (),
+    trace: Trace = traced_plans,
 ) -> SearchResult:
     """The fastest layouts of a configuration on `world_size` devices.
 
-    `pinned` keys keep their values.
+    `pinned` keys keep their values, but for "auto". Raises ConfigError for a configuration that is
+    wrong on any mesh, or if the device cannot run the attention kernel that they name.
     """
     layouts = _LayoutSearch(config, world_size, device, pinned)
-    bounds = sorted(layouts.lower_bounds(), key=_min_step_seconds)
-    best: list[TrainingPlan] = []
-    not_fitting: list[Sequence[TrainingPlan]] = []
-    for bound in bounds:
-        # Bounds ascend, so no later mesh can be faster than the slowest of the best.
-        if len(best) == max_results and _min_step_seconds(bound) >= best[-1].step_seconds:
+    bounds = [*layouts.lower_bounds()]
+    found: list[TrainingPlan] = []
+    faster: list[Form] = []
+    for number in range(MAX_ROUNDS):
+        best, not_fitting = layouts.best(bounds, max_results)
+        if not best or (number == 0 and max_results > 1):
+            faster = not_fitting
+        # With enough results, only what may be faster than all of them is worth a trace.
+        limit = found[0].step_seconds if len(found) == max_results else inf
+        unknown = [
+            form
+            for form in (*best, *faster)
+            if form not in layouts.traces and layouts.traces.seconds(form) < limit
+        ]
+        if not unknown:
             break
-        slowest = best[-1].step_seconds if len(best) == max_results else inf
-        fastest, lean = layouts.fastest_fitting(bound, slowest)
-        if fastest is not None:
-            best = _fastest_per_mesh([*best, layouts.with_largest_chunks(fastest)])[:max_results]
-        if lean:
-            not_fitting.append(lean)
-    best_seconds = best[0].step_seconds if best else inf
-    faster = ([plan for plan in lean if plan.step_seconds < best_seconds] for lean in not_fitting)
-    leanest = (min(lean, key=attrgetter("memory_utilization")) for lean in faster if lean)
-    problems = [] if bounds else [problem for problem, _ in layouts.problems.most_common(3)]
-    return SearchResult(ranked(best), [*islice(leanest, max_results)], layouts.num_plans, problems)
+        layouts.traces.add(unknown, trace)
+        found = ranked(plan for plan in layouts.traces.plans if plan.fits)[:max_results]
+    seconds = min((plan.step_seconds for plan in found), default=inf)
+    plans = [layouts.traces.plan_of(form) for form in faster]
+    return SearchResult(
+        best=found,
+        not_fitting=[
+            plan for plan in plans if plan and not plan.fits and plan.step_seconds < seconds
+        ],
+        num_layouts=layouts.num_layouts,
+        num_traces=len(layouts.traces.plans),
+        problems=[] if bounds else layouts.why_none(),
+        memory_ratio=layouts.traces.memory_ratio,
+    )
 
 
 def ranked(plans: Iterable[TrainingPlan]) -> list[TrainingPlan]:
     """The fastest plan of each mesh, fastest first; among equals, by memory."""
-    best = _fastest_per_mesh(plans)
-    # Predictions are not exact to 0.5 %, so memory decides among equals.
+    by_mesh: dict[tuple[int, ...], TrainingPlan] = {}
+    for plan in sorted(plans, key=attrgetter("step_seconds")):
+        by_mesh.setdefault(tuple(plan.mesh.values()), plan)
+    best = [*by_mesh.values()]
+    # Plans are not exact to 0.5 %, so memory decides among equals.
     ties = [plan for plan in best if plan.step_seconds <= TIE_FACTOR * best[0].step_seconds]
     return sorted(ties, key=attrgetter("memory_utilization")) + best[len(ties) :]
 
 
-def any_layout_fits(
-    config: Config, world_size: int, device: DeviceSpec, *, pinned: Sequence[str] = ()
+def any_layout_might_fit(
+    config: Config,
+    world_size: int,
+    device: DeviceSpec,
+    *,
+    pinned: Sequence[str] = (),
+    memory_ratio: float = 1,
 ) -> bool:
-    """Cheaper than `search`: stops at the first layout that fits."""
-    layouts = _LayoutSearch(config, world_size, device, pinned)
+    """Whether a layout fits by its estimate, corrected by a ratio: a guess, which traces prove."""
+    layouts = _LayoutSearch(config, world_size, device, pinned, memory_ratio)
     return any(
         layouts.layout_fits(layout) for layout in enumerate_layouts(config, world_size, device)
     )
 
 
-def _min_step_seconds(bound: TrainingPlan) -> float:
-    """Lower bound for all memory options of a layout: head groups may hide the communication of
-    attention.
-    """
-    exposed = bound.step_time.busiest.exposed
-    return bound.step_seconds - sum(
-        exposed.get(channel, 0) for channel in ("cp", "rotate", "exchange")
-    )
-
-
 class _LayoutSearch:
     def __init__(
-        self, config: Config, world_size: int, device: DeviceSpec, pinned: Sequence[str] = ()
+        self,
+        config: Config,
+        world_size: int,
+        device: DeviceSpec,
+        pinned: Sequence[str] = (),
+        memory_ratio: float = 1,
     ) -> None:
         self.world_size = world_size
         self.device = device
-        self.pinned = pinned
-        self.config = with_overrides(config, self.without_pinned(FASTEST_OPTIONS))
-        self.num_plans = 0
+        # What is left to be chosen is not pinned.
+        self.pinned = [key for key in pinned if attrgetter(key)(config) != "auto"]
+        stated = with_overrides(config, self.without_pinned(FASTEST_OPTIONS))
+        if problems := attention_problems(stated, device):
+            raise ConfigError(problems)
+        self.config = with_attention_choice(stated, device)
+        self.choices = [self.without_pinned(memory) for memory in MEMORY_CHOICES]
+        self.traces = Traces(memory_ratio)
+        if problems := [*checks.unplaced_problems(self.config)]:
+            raise ConfigError(problems)
         self.problems: Counter[str] = Counter()
+        self._forms: dict[frozenset[tuple[str, Any]], Form | None] = {}
+
+    @property
+    def num_layouts(self) -> int:
+        return sum(form is not None for form in self._forms.values())
+
+    def why_none(self) -> list[str]:
+        """Why there is no layout: the most frequent problems."""
+        if self.problems:
+            return [problem for problem, _ in self.problems.most_common(3)]
+        devices = f"no layout of {self.world_size:,} devices"
+        if self.pinned:
+            given = ", ".join(self.pinned)
+            return [f"{given} as given: {devices} that is worth a search keeps them"]
+        training = self.config.training
+        shared = f"{training.global_batch_size:,} sequences of {training.seq_len:,} tokens"
+        advice = "raise --training.global_batch_size or use fewer devices"
+        return [f"{devices} shares {shared} per step: {advice}"]
 
     def without_pinned(self, options: dict[str, Any]) -> dict[str, Any]:
         return {key: value for key, value in options.items() if key not in self.pinned}
 
-    def lower_bounds(self) -> Iterator[TrainingPlan]:
-        """Every layout without memory options, or with the pinned ones."""
+    def lower_bounds(self) -> Iterator[Form]:
+        """Every layout without memory options, but for pinned ones."""
+        # Beside a pinned memory option the first choice may be illegal.
+        is_pinned = any(key.startswith("memory.") for key in self.pinned)
+        choices = self.choices if is_pinned else self.choices[:1]
         for layout in enumerate_layouts(self.config, self.world_size, self.device):
-            plan = self.evaluate(layout | MEMORY_CHOICES[0]) or (
-                self.evaluate(layout) if self.pinned else None
-            )
-            if plan is not None:
-                yield plan
+            forms = (self.form(layout | memory) for memory in choices)
+            if (bound := next(filter(None, forms), None)) is not None:
+                yield bound
 
-    def fastest_fitting(
-        self, bound: TrainingPlan, limit: float
-    ) -> tuple[TrainingPlan | None, Sequence[TrainingPlan]]:
+    def min_seconds(self, bound: Form) -> float:
+        """Lower bound for all memory options of a layout: head groups may hide the communication
+        of attention.
+        """
+        hidden = bound.estimate.exposed_attention_seconds
+        return self.traces.ratios(bound).seconds * (bound.estimate.step_seconds - hidden)
+
+    def best(self, bounds: Iterable[Form], max_results: int) -> tuple[list[Form], list[Form]]:
+        """The fastest form of each mesh that fits, as far as is known, and the leanest ones of
+        layouts that would be faster than the best and do not fit.
+        """
+        best: list[Form] = []
+        not_fitting: list[Sequence[Form]] = []
+        seconds = self.traces.seconds
+        for bound in sorted(bounds, key=self.min_seconds):
+            is_full = len(best) == max_results
+            slowest = seconds(best[-1]) if is_full else inf
+            # Bounds ascend, so no later mesh can be faster than the slowest of the best.
+            if self.min_seconds(bound) >= slowest:
+                break
+            fastest, lean = self.fastest_fitting(bound, slowest)
+            if fastest is not None:
+                best.append(fastest)
+                by_mesh: dict[tuple[int, ...], Form] = {}
+                for form in sorted(best, key=seconds):
+                    by_mesh.setdefault(form.mesh, form)
+                best = [*by_mesh.values()][:max_results]
+            if lean:
+                not_fitting.append(lean)
+        limit = seconds(best[0]) if best else inf
+        faster = ([form for form in lean if seconds(form) < limit] for lean in not_fitting)
+        leanest = (min(lean, key=self.traces.memory_share) for lean in faster if lean)
+        return best, [*islice(leanest, min(max_results, NUM_NOT_FITTING))]
+
+    def fastest_fitting(self, bound: Form, limit: float) -> tuple[Form | None, Sequence[Form]]:
         """The fastest options that fit, among equals the first in MEMORY_CHOICES; or lean ones if
         none fit.
 
         Neither if options that take more than `limit` seconds might fit.
         """
-        if bound.fits and bound.mesh["cp"] == 1:
-            return bound, ()
+        fits = self.traces.fits
+        seconds = self.traces.seconds
+        bound_fits = fits(bound)
+        if bound_fits and bound.config.parallelism.cp == 1:
+            return self.with_best_chunks(bound), ()
         # If the bound fits, only head groups can be faster, by overlapping communication of
         # attention.
-        choices = HEAD_GROUP_CHOICES if bound.fits else MEMORY_CHOICES[1:]
-        plans = [bound, *filter(None, (self.evaluate(memory, bound.config) for memory in choices))]
+        choices = map(self.without_pinned, HEAD_GROUP_CHOICES) if bound_fits else self.choices[1:]
+        forms = [bound, *filter(None, (self.changed(bound, memory) for memory in choices))]
         lean = (
             []
-            if bound.fits
-            else [
-                form for plan in plans[-NUM_LEANEST_CHOICES:] for form in self.leaner_forms(plan)
-            ]
+            if bound_fits
+            else [leaner for form in forms[-NUM_LEANEST_CHOICES:] for leaner in self.leaner(form)]
         )
-        if lean and all(plan.exceeds_device for plan in lean):
+        if lean and all(self.traces.device_share(form) > 1 for form in lean):
             return None, lean
         # Fastest first, until no remaining option can tie with the fastest that fits.
-        fitting: list[tuple[int, TrainingPlan]] = []
-        for place, plan in sorted(enumerate(plans), key=lambda each: each[1].step_seconds):
-            if plan.step_seconds > limit:
+        fitting: list[tuple[int, Form]] = []
+        for place, form in sorted(enumerate(forms), key=lambda each: seconds(each[1])):
+            if seconds(form) > limit:
                 break
-            forms = [plan] if plan.fits else self.leaner_forms(plan)
-            fitting += [(place, form) for form in forms if form.fits]
+            candidates = [form] if fits(form) else self.leaner(form)
+            fitting += [(place, self.with_best_chunks(each)) for each in candidates if fits(each)]
             # Slower options than a fitting one may still tie with it.
-            limit = min([limit, *(TIE_FACTOR * form.step_seconds for _, form in fitting)])
+            limit = min([limit, *(TIE_FACTOR * seconds(each) for _, each in fitting)])
         else:
             if not fitting:
-                return None, [*plans, *lean]
+                return None, [*forms, *lean]
         # The limit shrank with each option that fits, so those within it are equally fast.
-        equal = [each for each in fitting if each[1].step_seconds <= limit]
+        equal = [each for each in fitting if seconds(each[1]) <= limit]
         return min(equal, key=itemgetter(0))[1] if equal else None, ()
 
-    def leaner_forms(self, plan: TrainingPlan) -> list[TrainingPlan]:
-        """The plan with each of LEANER_OPTIONS that is not pinned; only the leanest if that
+    def leaner(self, form: Form) -> list[Form]:
+        """The form with each of LEANER_OPTIONS that is not pinned; only the leanest if that
         exceeds the device.
         """
         *others, leanest = (self.without_pinned(options) for options in LEANER_OPTIONS)
-        form = self.evaluate(leanest, plan.config)
-        if form is not None and form.exceeds_device:
-            return [form]
-        forms = [self.evaluate(options, plan.config) for options in others]
-        return [*filter(None, [*forms, form])]
+        last = self.changed(form, leanest)
+        if last is not None and self.traces.device_share(last) > 1:
+            return [last]
+        forms = [self.changed(form, options) for options in others]
+        return [*filter(None, [*forms, last])]
 
-    def with_largest_chunks(self, plan: TrainingPlan) -> TrainingPlan:
-        """The plan with the largest chunks of logits that fit."""
-        return (
-            self.evaluate(self.without_pinned({"memory.loss_chunk_mib": "auto"}), plan.config)
-            or plan
-        )
+    def with_best_chunks(self, form: Form) -> Form:
+        """The form with the fastest chunks of logits that fit; of equally fast ones the smallest."""
+        if "memory.loss_chunk_mib" in self.pinned:
+            return form
+        sizes = sorted({*FREE_LOSS_CHUNKS_MIB, *LOSS_CHUNKS_MIB})
+        forms = (self.changed(form, {"memory.loss_chunk_mib": size}) for size in sizes)
+        fitting = [each for each in forms if each is not None and self.traces.fits(each)]
+        return min([*fitting, form], key=self.traces.seconds)
 
     def layout_fits(self, layout: dict[str, Any]) -> bool:
         """Skips larger micro-batches and replicas, which only need more memory."""
@@ -267,142 +344,50 @@ class _LayoutSearch:
             if key not in self.pinned
         ):
             return False
-        evaluated = (
-            self.evaluate(layout | memory) for memory in MEMORY_CHOICES[-NUM_LEANEST_CHOICES:]
-        )
-        plans = [plan for plan in evaluated if plan is not None]
-        if any(plan.fits for plan in plans):
+        fits = self.traces.fits
+        found = (self.form(layout | memory) for memory in self.choices[-NUM_LEANEST_CHOICES:])
+        forms = [form for form in found if form is not None]
+        if any(map(fits, forms)):
             return True
-        leanest = [form for plan in plans for form in self.leaner_forms(plan)]
-        if any(plan.fits for plan in leanest):
+        leanest = [leaner for form in forms for leaner in self.leaner(form)]
+        if any(map(fits, leanest)):
             return True
         # If host memory is short, offloading less may fit; pinned keys may exclude all of these.
-        if leanest and all(plan.exceeds_device for plan in leanest):
+        if leanest and all(self.traces.device_share(form) > 1 for form in leanest):
             return False
         others = filter(
-            None,
-            (self.evaluate(layout | memory) for memory in MEMORY_CHOICES[:-NUM_LEANEST_CHOICES]),
+            None, (self.form(layout | memory) for memory in self.choices[:-NUM_LEANEST_CHOICES])
         )
-        return any(form.fits for plan in others for form in (plan, *self.leaner_forms(plan)))
+        return any(fits(each) for form in others for each in (form, *self.leaner(form)))
 
-    def evaluate(
-        self, changes: dict[str, Any], config: Config | None = None
-    ) -> TrainingPlan | None:
+    def changed(self, form: Form, options: dict[str, Any]) -> Form | None:
+        """The form with other options; None if that is invalid."""
+        return self.form(dict(form.key) | options)
+
+    def form(self, changes: dict[str, Any]) -> Form | None:
         """None if the configuration is invalid or changes a pinned key."""
-        config = with_overrides(config or self.config, changes)
+        key = frozenset(changes.items())
+        if key not in self._forms:
+            self._forms[key] = self._estimated(key)
+            # Large searches take minutes, so a terminal shows progress.
+            if len(self._forms) % 100 == 0 and sys.stderr.isatty():
+                sys.stderr.write(f"\r\033[K{len(self._forms):,} layouts")
+        return self._forms[key]
+
+    def _estimated(self, key: frozenset[tuple[str, Any]]) -> Form | None:
+        config = with_overrides(self.config, dict(key))
         if any(attrgetter(key)(config) != attrgetter(key)(self.config) for key in self.pinned):
             return None
-        if problems := checks.layout_problems(config, self.world_size):
+        if problems := [*checks.placed_problems(config, self.world_size)]:
             self.problems.update(problems)
             return None
-        self.num_plans += 1
-        # Large searches take minutes, so a terminal shows progress.
-        if self.num_plans % 100 == 0 and sys.stderr.isatty():
-            sys.stderr.write(f"\r\033[K{self.num_plans:,} plans")
-        return plan_stage(config, self.world_size, self.device)
-
-
-def enumerate_layouts(
-    config: Config, world_size: int, device: DeviceSpec
-) -> Iterator[dict[str, Any]]:
-    """Plausible layouts of `world_size` ranks; not validated."""
-    model = config.model.build()
-    global_batch_size = config.training.global_batch_size
-    seq_len = config.training.seq_len
-    for tp, cp, pp in product(divisors(world_size), repeat=3):
-        if world_size % (tp * cp * pp) or tp > model.num_heads or pp > model.num_layers:
-            continue
-        domain_size = used_domain_size([range(world_size), range(tp * cp)], world_size, device)
-        # Tensor parallelism sends activations in every layer, too much for the network.
-        if tp > domain_size:
-            continue
-        if tp * cp > 1 and seq_len // (tp * cp) < MIN_TOKENS_PER_RANK:
-            continue
-        dp = world_size // (tp * cp * pp)
-        # A data-parallel rank without a sequence would only wait.
-        if dp > global_batch_size:
-            continue
-        mesh: dict[str, Any] = {"parallelism.tp": tp, "parallelism.cp": cp, "parallelism.pp": pp}
-        mesh |= {f"parallelism.{key}": value for key, value in MESH_DEPENDENT_DEFAULTS.items()}
-        mesh["parallelism.async_tp"] = config.parallelism.async_tp and tp > 1
-        for replicas, micro_batch_size, method, (schedule, stages, reduces) in product(
-            _dp_replicate_sizes(dp, cp * tp, domain_size),
-            _micro_batch_sizes(global_batch_size, dp, seq_len // cp),
-            SEARCHED_CP_METHODS if cp > 1 else ("auto",),
-            PP_SCHEDULES if pp > 1 else PP_SCHEDULES[:1],
-        ):
-            choices = product(
-                _ulysses_sizes(method, cp, tp, model.num_heads, domain_size),
-                _ep_sizes(model.num_experts, dp // replicas * cp, tp, domain_size),
-            )
-            for ulysses, ep in choices:
-                yield {
-                    **mesh,
-                    "parallelism.dp_replicate": replicas,
-                    "parallelism.dp_shard": dp // replicas,
-                    "parallelism.ep": ep,
-                    "parallelism.cp_method": method,
-                    "parallelism.cp_ulysses": ulysses,
-                    "parallelism.pp_schedule": schedule,
-                    "parallelism.pp_stages_per_rank": stages,
-                    "parallelism.pp_reduce_gradients": reduces,
-                    "training.micro_batch_size": micro_batch_size,
-                }
-
-
-def divisors(number: int) -> list[int]:
-    return [each for each in range(1, number + 1) if number % each == 0]
-
-
-def _dp_replicate_sizes(dp: int, ranks_per_replica: int, domain_size: int) -> list[int]:
-    """One replica, or one per link domain."""
-    replicas_per_domain = max(1, domain_size // ranks_per_replica)
-    return (
-        [1]
-        if dp <= replicas_per_domain or dp % replicas_per_domain
-        else [1, dp // replicas_per_domain]
-    )
-
-
-def _micro_batch_sizes(global_batch_size: int, dp: int, tokens_per_sequence: int) -> list[int]:
-    """One sequence, and the two largest sizes within MAX_MICRO_BATCH_TOKENS."""
-    sequences_per_rank = -(-global_batch_size // dp)
-    fitting = [
-        count
-        for count in divisors(sequences_per_rank)
-        if global_batch_size % count == 0 and count * tokens_per_sequence <= MAX_MICRO_BATCH_TOKENS
-    ]
-    return sorted({1, *fitting[-2:]})
-
-
-def _ulysses_sizes(
-    method: str, cp: int, tp: int, heads: int, domain_size: int
-) -> Iterator[int | None]:
-    """Ulysses degrees of the hybrid method; None for methods without a choice."""
-    if method != "hybrid":
-        yield None
-        return
-    for count in divisors(cp):
-        if 1 < count < cp and count * tp <= domain_size and heads // tp % count == 0:
-            yield count
-
-
-def _ep_sizes(num_experts: int, ranks: int, tp: int, domain_size: int) -> list[int]:
-    """One, the most in a link domain, and the most of all."""
-    possible = (
-        [size for size in divisors(ranks) if num_experts % size == 0] if num_experts else [1]
-    )
-    return sorted({1, max(size for size in possible if size * tp <= domain_size), possible[-1]})
-
-
-def _fastest_per_mesh(plans: Iterable[TrainingPlan]) -> list[TrainingPlan]:
-    """Fastest first, without layouts that differ from a faster one only in ep, cp method, schedule
-    or batching.
-    """
-    by_mesh: dict[tuple[int, ...], TrainingPlan] = {}
-    for plan in sorted(plans, key=attrgetter("step_seconds")):
-        by_mesh.setdefault(tuple(plan.mesh.values()), plan)
-    return [*by_mesh.values()]
+        estimate = RoughPlan(config, self.world_size, self.device)
+        if estimate.exceeds_host_budget:
+            budget = f"memory.host_budget_gib = {config.memory.host_budget_gib:g}"
+            problem = f"{budget}: which micro-batches of a pipeline share it is not planned"
+            self.problems.update([problem])
+            return None
+        return Form(config, key, estimate)
 
 
 # ---- longest sequence, fewest devices
@@ -420,124 +405,120 @@ def with_seq_len(config: ConfigT, seq_len: int) -> ConfigT:
 
 
 def longest_sequence(
-    config: Config, world_size: int, device: DeviceSpec, *, pinned: Sequence[str] = ()
+    config: Config,
+    world_size: int,
+    device: DeviceSpec,
+    *,
+    pinned: Sequence[str] = (),
+    trace: Trace = traced_plans,
 ) -> SearchResult:
     """The layout of the longest sequence that fits, to within 1/32; none if not even
     `SEQ_LEN_STEP` does.
     """
+    steps = [1]
+    while steps[-1] * SEQ_LEN_STEP < MAX_SEQ_LEN:
+        steps.append(steps[-1] + max(1, steps[-1] // 32))
+    lengths = [
+        each * SEQ_LEN_STEP for each in reversed(steps) if each * SEQ_LEN_STEP <= MAX_SEQ_LEN
+    ]
 
-    def fits(steps: int) -> bool:
-        return any_layout_fits(
-            with_seq_len(config, steps * SEQ_LEN_STEP), world_size, device, pinned=pinned
+    def might_fit(length: int, *, memory_ratio: float) -> bool:
+        longer = with_seq_len(config, length)
+        return any_layout_might_fit(
+            longer, world_size, device, pinned=pinned, memory_ratio=memory_ratio
         )
 
-    def best_layout(steps: int) -> SearchResult:
-        return search(
-            with_seq_len(config, steps * SEQ_LEN_STEP),
+    found, beyond = _first_fitting(
+        lengths,
+        might_fit,
+        lambda length: search(
+            with_seq_len(config, length),
             world_size,
             device,
             max_results=1,
             pinned=pinned,
-        )
-
-    # Doubles until a length does not fit, then bisects to 1/32.
-    low = 0
-    high = 1
-    while high * SEQ_LEN_STEP <= MAX_SEQ_LEN and fits(high):
-        low = high
-        high = 2 * high
-    while high - low > max(1, low // 32):
-        middle = (low + high) // 2
-        low, high = (middle, high) if fits(middle) else (low, middle)
-    beyond = best_layout(high)
-    leanest = min(beyond.not_fitting, key=attrgetter("memory_utilization"), default=None)
-    shortage = (
-        "" if leanest is None else f"{high * SEQ_LEN_STEP:,} tokens: {leanest.memory_shortages[0]}"
+            trace=trace,
+        ),
     )
-    return replace(best_layout(low) if low else beyond, shortage=shortage)
+    leanest = min(
+        beyond.not_fitting if beyond else (), key=attrgetter("memory_utilization"), default=None
+    )
+    shortage = (
+        ""
+        if leanest is None
+        else f"{leanest.config.training.seq_len:,} tokens: {leanest.memory_shortages[0]}"
+    )
+    return replace(found, shortage=shortage)
 
 
 def fewest_devices(
-    config: Config, device: DeviceSpec, *, max_devices: int = 65_536, pinned: Sequence[str] = ()
+    config: Config,
+    device: DeviceSpec,
+    *,
+    max_devices: int = 65_536,
+    pinned: Sequence[str] = (),
+    trace: Trace = traced_plans,
 ) -> SearchResult:
     """The layout on the fewest devices on which the run fits, if there is one.
 
     Beyond one node, whole nodes in steps of 1/8 of a power of two.
     """
-
-    def fits(count: int) -> bool:
-        return any_layout_fits(config, count, device, pinned=pinned)
-
-    powers = (1 << power for power in range(max_devices.bit_length()))
-    world_size = next(filter(fits, powers), 0)
-    # Eight sizes between two powers of two; beyond one node, none smaller than a node.
-    step = (
-        1
-        if world_size <= device.devices_per_node
-        else max(device.devices_per_node, world_size // 16)
+    sizes = [1]
+    while sizes[-1] < max_devices:
+        power = 1 << (sizes[-1].bit_length() - 1)
+        # Eight sizes between two powers of two; none that leaves a node partly empty.
+        node = device.devices_per_node
+        sizes.append(sizes[-1] + (power if power < node else max(node, power // 8)))
+    found, _ = _first_fitting(
+        [size for size in sizes if size <= max_devices],
+        partial(any_layout_might_fit, config, device=device, pinned=pinned),
+        lambda size: search(config, size, device, max_results=1, pinned=pinned, trace=trace),
+        guess=_by_powers,
     )
-    world_size = next(filter(fits, range(world_size // 2 + step, world_size, step)), world_size)
-    return search(config, world_size or max_devices, device, max_results=1, pinned=pinned)
+    return found
 
 
-# ---- a layout in words
+class MightFit(Protocol):
+    def __call__(self, candidate: int, /, *, memory_ratio: float) -> bool: ...
 
 
-def layout_toml(config: Config) -> str:
-    """Complete sections that replace those of the configuration file."""
-    lines = []
-    for name in TOML_SECTIONS:
-        section = getattr(config, name)
-        defaults = {key: field.default for key, field in type(section).model_fields.items()}
-        given = [
-            (key, value) for key, value in section if value is not None and value != defaults[key]
-        ]
-        lines.append(
-            "\n".join([f"[{name}]", *(f"{key} = {toml_value(value)}" for key, value in given)])
-        )
-    return "\n\n".join(lines)
+Guess = Callable[[Sequence[int], Callable[[int], bool]], int]
+"""The first of some candidates that might fit, as an index; that of the last if none might."""
 
 
-def describe_layout(plan: TrainingPlan) -> str:
-    config = plan.config
-    parallelism = config.parallelism
-    memory = config.memory
-    micro_batch_size = config.training.micro_batch_size
-    method = config.context_plan().resolved_method
-    stages = parallelism.pp_stages_per_rank
-    ulysses = (
-        f" (ulysses {config.context_plan().ulysses_degree})" if parallelism.cp_ulysses else ""
-    )
-    phrases = {
-        " x ".join(f"{axis} {size}" for axis, size in plan.mesh.items() if size > 1)
-        or "1 rank": True,
-        f"ep {parallelism.ep}": parallelism.ep > 1,
-        f"{method}{ulysses}": parallelism.cp > 1,
-        parallelism.pp_schedule
-        + (f" with {stages} stages per rank" if stages else ""): parallelism.pp > 1,
-        "gradients reduced per micro-batch": parallelism.pp > 1
-        and parallelism.pp_reduce_gradients == "per_micro_batch",
-        f"micro-batch {micro_batch_size}": micro_batch_size > 1,
-        f"recompute {memory.recompute}": True,
-        f"offload {memory.offload}": memory.offload != "none",
-        f"MLP tiles of {memory.mlp_tile_mib} MiB": memory.mlp_tile_mib is not None,
-        f"{memory.head_groups} head groups": memory.head_groups > 1,
-        "optimizer on the host": memory.optimizer_placement == "host",
-        f"{memory.blocks_per_checkpoint} blocks per checkpoint": memory.blocks_per_checkpoint > 1,
-    }
-    return ", ".join(phrase for phrase, is_shown in phrases.items() if is_shown)
+def _by_bisection(candidates: Sequence[int], might_fit: Callable[[int], bool]) -> int:
+    place = bisect_left(candidates, 1, key=lambda candidate: int(might_fit(candidate)))
+    return min(place, len(candidates) - 1)
 
 
-def why_slower(plan: TrainingPlan, best: TrainingPlan) -> str:
-    """The two components that cost most time compared with the best."""
-    seconds, best_seconds = (each.step_time.busiest.breakdown() for each in (plan, best))
-    costs = {
-        name: seconds.get(name, 0) - best_seconds.get(name, 0)
-        for name in seconds.keys() | best_seconds.keys()
-    }
-    worst = sorted(costs.items(), key=lambda item: -item[1])[:2]
-    reasons = [
-        f"{name} {cost:+.2f} s" for name, cost in worst if cost >= 0.005 * best.step_seconds
-    ]
-    more = ", more memory" if plan.memory_utilization > best.memory_utilization else ""
-    return ", ".join(reasons) or f"about equal time{more}"
+def _by_powers(candidates: Sequence[int], might_fit: Callable[[int], bool]) -> int:
+    """Upwards, powers of two first: more devices than there is work for have no layout."""
+    powers = [place for place, size in enumerate(candidates) if size.bit_count() == 1]
+    end = next((place for place in powers if might_fit(candidates[place])), len(candidates) - 1)
+    start = max((place for place in powers if place < end), default=-1)
+    return next((place for place in range(start + 1, end) if might_fit(candidates[place])), end)
+
+
+def _first_fitting(
+    candidates: Sequence[int],
+    might_fit: MightFit,
+    look: Callable[[int], SearchResult],
+    *,
+    guess: Guess = _by_bisection,
+) -> tuple[SearchResult, SearchResult | None]:
+    """The result of the first candidate of which a layout fits, and that of the one before it; of
+    the last candidate if none fits.
+
+    Estimates guess the first, traces prove it and correct the estimates of the next guess.
+    """
+    results: dict[int, SearchResult] = {}
+    low = -1
+    high = len(candidates)
+    ratio = 1.0
+    while high - low > 1:
+        might = partial(might_fit, memory_ratio=ratio)
+        place = low + 1 + guess(candidates[low + 1 : high], might)
+        results[place] = look(candidates[place])
+        ratio = results[place].memory_ratio
+        low, high = (low, place) if results[place].best else (place, high)
+    return results.get(high, results[max(results)]), results.get(high - 1)

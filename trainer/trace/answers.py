@@ -40,7 +40,7 @@ def traced_rank_steps(config: Config, world_size: int, *, on_gpu: bool = True) -
     `on_gpu`: with the kernels of a GPU, compiled if the configuration compiles there; else those
     of a CPU. Raises UntraceableError.
     """
-    file = cache_folder() / f"{_key(config, world_size, on_gpu=on_gpu)}.json"
+    file = _file(config, world_size, on_gpu=on_gpu)
     # Unknown, or written by something else.
     with suppress(OSError, ValueError, KeyError, TypeError):
         return [
@@ -60,6 +60,15 @@ def traced_rank_steps(config: Config, world_size: int, *, on_gpu: bool = True) -
     with suppress(OSError):  # Another time, it is traced again.
         _write(file, json.dumps([_encoded(step) for step in steps]))
     return steps
+
+
+def is_known(config: Config, world_size: int, *, on_gpu: bool = True) -> bool:
+    """Whether the steps are on the disk."""
+    return _file(config, world_size, on_gpu=on_gpu).exists()
+
+
+def _file(config: Config, world_size: int, *, on_gpu: bool) -> Path:
+    return cache_folder() / f"{_key(config, world_size, on_gpu=on_gpu)}.json"
 
 
 def _show_progress(text: str) -> None:

@@ -246,7 +246,7 @@ def _signature(leaf: Any) -> Any:
 
 
 def _is_frozen(value: Any) -> bool:
-    return is_dataclass(value) and value.__dataclass_params__.frozen
+    return is_dataclass(value) and cast(Any, value).__dataclass_params__.frozen
 
 
 def _compiled(

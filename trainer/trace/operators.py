@@ -31,7 +31,15 @@ from trainer.trace.attention_calls import attention_call
 from trainer.trace.collective_calls import COLLECTIVES, channel_of
 from trainer.trace.fake_kernels import FakeKernels, Layout
 from trainer.trace.operator_facts import facts_of
-from trainer.trace.pieces import HOST, Allocation, AttentionKey, MessageKey, ProductKey, Work
+from trainer.trace.pieces import (
+    COPY,
+    HOST,
+    Allocation,
+    AttentionKey,
+    MessageKey,
+    ProductKey,
+    Work,
+)
 from trainer.trace.source_lines import current_line
 from trainer.trace.traffic import moved_bytes, tensors_of
 
@@ -277,7 +285,7 @@ class OpCounterMode(TorchDispatchMode):
         # Read and written.
         size = self._copied_bytes // 2
         self._copied_bytes = None
-        numbers.append(self.on_message((HOST, "copy", self.phase), size))
+        numbers.append(self.on_message((HOST, COPY, self.phase), size))
 
     @property
     def allocates(self) -> bool:

@@ -84,6 +84,11 @@ class Free(NamedTuple):
 Event = Allocation | Free
 HOST = "host"
 """Stands for the channel of a message that is a copy between device and host."""
+COPY = "copy"
+WEIGHTS = "weights"
+"""A copy to the device that FSDP makes before it gathers."""
+GRADIENTS = "gradients"
+"""A copy to the host that follows a reduction."""
 MessageKey = tuple[str, str, str]
 """(channel, collective, phase)."""
 

@@ -33,6 +33,7 @@ from trainer.trace.compiled import compiled_with
 from trainer.trace.compose import ComposedStep, compose
 from trainer.trace.errors import UntraceableError
 from trainer.trace.host_budget import offloaded_by_block, within_budget
+from trainer.trace.host_weights import weights_on_host
 from trainer.trace.inputs import balanced_experts, micro_batches, paths_of_gpu
 from trainer.trace.loops import shortened_loops
 from trainer.trace.operators import OpCounterMode, dtype_name, fake_process_group
@@ -220,6 +221,8 @@ def traced(
             # As torch calls the version that is active.
             kernel = "flash" if kernel in FLASH_VERSIONS else kernel
             stack.enter_context(paths_of_gpu(counter))
+            if config.memory.optimizer_placement == "host":
+                stack.enter_context(weights_on_host(counter))
         if compiled:
             stack.enter_context(compiled_with(counter))
         nodes = max(1, world_size // config.parallelism.ranks_per_node)
@@ -248,6 +251,8 @@ def run_step(
     counter.phase = "step"
     on_optimizer()
     trainer.optimizer_step(accumulated, trainer.config.optimizer.lr)
+    # On the host, the optimizer waits for the forward pass of the next step.
+    trainer.optimizer.flush_deferred_updates()
 
 
 def _traced_config(config: Config, *, compiled: bool) -> Config:
