@@ -4,7 +4,7 @@ layouts.
     python -m benchmarks.rough_plans [NUMBER [FILE ...]]
 
 Draws NUMBER layouts of each file with memory options, 12 by default, and prints a table: quartiles
-and extremes of estimate over trace. Takes some seconds a layout until its trace is known. Widths
+of estimate over trace. Takes some seconds a layout until its trace is known. Widths
 and counts of `trainer/plan/rough.py` and `rough_memory.py` were fitted to it.
 """
 
@@ -43,8 +43,8 @@ MAX_STAGES = 8
 
 def main(words: Sequence[str]) -> int:
     number = int(words[0]) if words else 12
-    say("| file | devices | layouts | seconds | device memory |")
-    say("|---|---:|---:|---|---|")
+    say("| file | devices | seconds | device memory |")
+    say("|---|---:|---|---|")
     with tracing_processes() as trace:
         for name in words[1:] or FILES:
             world_size = FILES[name]
@@ -56,7 +56,7 @@ def main(words: Sequence[str]) -> int:
             ]
             seconds = [rough.step_seconds / traced.step_seconds for rough, traced in pairs]
             memory = [rough.device_share / traced.device_utilization for rough, traced in pairs]
-            row = (f"`{name}`", world_size, len(pairs), described(seconds), described(memory))
+            row = (f"`{name}`", world_size, described(seconds), described(memory))
             say(f"| {' | '.join(map(str, row))} |")
     return 0
 
@@ -81,9 +81,8 @@ def drawn_plans(name: str, world_size: int, number: int) -> Iterator[TrainingPla
 
 
 def described(ratios: Sequence[float]) -> str:
-    """Least, quartiles and most."""
-    marks = (min(ratios), *quantiles(ratios, n=4), max(ratios))
-    return " ".join(f"{mark:.2f}" for mark in marks)
+    """Quartiles."""
+    return " ".join(f"{mark:.2f}" for mark in quantiles(ratios, n=4))
 
 
 if __name__ == "__main__":
