@@ -17,7 +17,7 @@ from models.config import ModelConfig
 from tests.huggingface_folders import write_family
 from tests.models.hf_models import LLAMA, write
 from tests.models.small_models import small_model
-from tests.plan.made_up_traces import made_up_plan, make_up_traces
+from tests.plan.made_up_traces import make_up_traces
 from tests.system.runs import launched, metrics
 from trainer.config.parse import load
 from trainer.hardware.device_specs import load_device
@@ -27,6 +27,7 @@ from trainer.new.__main__ import main
 from trainer.new.choices import Choices
 from trainer.plan.plan import plan_stage
 from trainer.plan.search import search
+from trainer.plan.traced_plan import traced
 from trainer.slurm.__main__ import main as slurm_main
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -73,7 +74,7 @@ def test_the_configuration_passes_the_check_and_is_the_best_of_the_search(
     # The search asks for no layout: what the file says of it does not count.
     best = search(written, 8, load_device("h200")).best[0]
     assert best.mesh["cp"] * best.mesh["tp"] > 1
-    planned = made_up_plan(plan_stage(written, 8, load_device("h200")))
+    planned = traced(plan_stage(written, 8, load_device("h200")))
     assert planned.config.parallelism == best.config.parallelism
     assert planned.config.memory == best.config.memory
     assert planned.step_seconds == best.step_seconds
