@@ -8,7 +8,7 @@ from dataclasses import replace
 from functools import partial
 from itertools import product
 from math import inf
-from operator import attrgetter
+from operator import attrgetter, itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -81,6 +81,8 @@ def exhaustive_optimum(plans: Iterable[TrainingPlan]) -> float:
     return min((plan.step_seconds for plan in plans if plan.fits), default=inf)
 
 
+MOST_TRACES = 200
+"""Of all layouts of a space, the fastest by their estimates."""
 SPACES = {
     "long sequences": (
         "llama3_1b",
@@ -139,12 +141,13 @@ def test_search_finds_the_optimum_of_all_traces(name: str) -> None:
     best = RoughPlan(found.config, int(ranks), device)
     # Estimates and traces differ by less, so no other can be the fastest.
     likely = [
-        plan
+        (estimate.step_seconds, plan)
         for plan, estimate in estimated
         if estimate.step_seconds < 1.1 * best.step_seconds
         and max(estimate.device_share, estimate.host_share) < 1.2
     ]
-    traces = [*map(traced_plan.traced, likely)]
+    promising = sorted(likely, key=itemgetter(0))[:MOST_TRACES]
+    traces = [traced_plan.traced(plan) for _, plan in promising]
     fastest = exhaustive_optimum(traces)
     assert found.fits
     assert len(traces) > 50
