@@ -222,9 +222,8 @@ def in_flight(schedule: PipelineSchedule, each: int, pp: int) -> float:
     )
     changes = {"pp": pp, "pp_schedule": schedule, "pp_stages_per_rank": each}
     section = base.parallelism.model_copy(update=changes)
-    return rank_memory(
-        base.model_copy(update={"parallelism": section}), pp, 0
-    ).in_flight_micro_batches
+    config = base.model_copy(update={"parallelism": section})
+    return config.pipeline_plan(pp).in_flight(0)
 
 
 def reductions() -> Table:

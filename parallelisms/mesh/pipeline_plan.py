@@ -90,6 +90,23 @@ class PipelinePlan:
             else min(self.num_micro_batches, 2 * self.pp)
         )
 
+    def in_flight(self, rank: int) -> float:
+        """Micro-batches whose activations a rank saves at the same time, in units of all its
+        blocks.
+        """
+        if self.pp == 1:
+            return 1
+        if self.schedule == "GPipe":
+            return self.num_micro_batches
+        # 1F1B: rank r starts `pp - r` forward passes before its first backward pass.
+        if self.schedule in SINGLE_STAGE_SCHEDULES:
+            return min(self.num_micro_batches, self.pp - rank)
+        # Interleaved 1F1B (Megatron-LM): `2 * (pp - 1 - r) + (chunks - 1) * pp` warm-up passes of
+        # one stage each, and one more before the first backward pass.
+        chunks = self.stages_per_rank
+        passes = (chunks - 1) * self.pp + 2 * (self.pp - 1 - rank) + 1
+        return min(chunks * self.num_micro_batches, passes) / chunks
+
     @property
     def num_chunks(self) -> int:
         """Chunks that a rank computes in a step: a chunk is one micro-batch in one stage."""

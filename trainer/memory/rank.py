@@ -17,7 +17,7 @@ from sys import maxsize
 from models.config import ModelConfig
 from models.layers import LayerKind
 from parallelisms.mesh.context_plan import ContextPlan
-from parallelisms.mesh.pipeline_plan import SINGLE_STAGE_SCHEDULES, PipelinePlan
+from parallelisms.mesh.pipeline_plan import PipelinePlan
 from parallelisms.mesh.shard_layout import SeqLayout
 from trainer.config.sections import (
     CheckpointSection,
@@ -290,29 +290,6 @@ class RankMemory:
     # ---- saved activations
 
     @cached_property
-    def in_flight_micro_batches(self) -> float:
-        """Micro-batches whose activations this rank saves at the same time, in units of all its
-        blocks.
-        """
-        plan = self.pipeline
-        micro_batches = self.num_micro_batches
-        if plan.pp == 1 or plan.schedule == "GPipe":
-            return 1 if plan.pp == 1 else micro_batches
-        # 1F1B: rank r starts `pp - r` forward passes before its first backward pass.
-        if plan.schedule in SINGLE_STAGE_SCHEDULES:
-            return min(micro_batches, plan.pp - self.pp_rank)
-        # Interleaved 1F1B (Megatron-LM): `2 * (pp - 1 - r) + (chunks - 1) * pp` warm-up passes of
-        # one stage each, and one more before the first backward pass.
-        chunks = plan.stages_per_rank
-        return (
-            min(
-                chunks * micro_batches,
-                (chunks - 1) * plan.pp + 2 * (plan.pp - 1 - self.pp_rank) + 1,
-            )
-            / chunks
-        )
-
-    @cached_property
     def num_recomputed_blocks(self) -> int:
         """Blocks whose output is recomputed in the backward pass because it is the unsaved input
         of the next block.
@@ -381,7 +358,9 @@ class RankMemory:
             )
         # Which micro-batch finds a free buffer changes over the step; on average each has its
         # share.
-        share = max(0, min(1, limit / max(1, self.in_flight_micro_batches * of_micro_batch)))
+        share = max(
+            0, min(1, limit / max(1, self.pipeline.in_flight(self.pp_rank) * of_micro_batch))
+        )
         return len(indices) * share, len(indices) * (1 - share)
 
     def saved_blocks(self, stage: int, num_blocks: int, *, is_running: bool = False) -> Tensors:

@@ -181,9 +181,9 @@ class RoughRank(RoughMemory):
         slowdown = self.weights(kind).slowdown + MATMUL_HALF_RATE_DIM / max(1, rows)
         return 2 * self.tokens * weights * slowdown / self.matmul_rate
 
-    @cached_property
-    def attention_again(self) -> float:
-        return float(self.memory.recompute == "full")
+    @property
+    def recomputes_attention(self) -> bool:
+        return self.memory.recompute == "full"
 
     @cached_property
     def pairs_by_window(self) -> dict[int | None, float]:
@@ -249,9 +249,9 @@ class RoughRank(RoughMemory):
             run = product + attention + (moved + exchanged) / 3
             back = 2 * product + attention_backward + (moved + exchanged) * 2 / 3
             if self.recomputes:
-                repeated = weights.again + self.attention_again * weights.attention_inputs
-                back += self.matmul_seconds(kind, repeated) + RECOMPUTED_PASSES * moved
-                back += self.attention_again * attention
+                back += self.matmul_seconds(kind, weights.again) + RECOMPUTED_PASSES * moved
+                if self.recomputes_attention:
+                    back += attention + self.matmul_seconds(kind, weights.attention_inputs)
                 rest = self.matmul_seconds(kind, weights.products - weights.again)
                 back += self.repeated * (rest + RECOMPUTED_PASSES * moved)
             forward += count * max(run, launch / 3)
@@ -348,7 +348,7 @@ class RoughRank(RoughMemory):
         """Seconds in which attention waits for queries, keys and values of other ranks."""
         if self.cp == 1:
             return 0
-        runs = 1 + self.attention_again
+        runs = 2 if self.recomputes_attention else 1
         groups = self.memory.head_groups
         is_hybrid = self.context.resolved_method == "hybrid"
         heads_channel, kv_channel = ("exchange", "rotate") if is_hybrid else ("cp", "cp")

@@ -12,16 +12,12 @@ from math import prod
 
 from models.config import ModelConfig
 from models.layers import LayerKind
-from parallelisms.mesh.pipeline_plan import SINGLE_STAGE_SCHEDULES, PipelinePlan
+from parallelisms.mesh.pipeline_plan import PipelinePlan
 from trainer.config.job_config import Config
-from trainer.hardware.device_specs import (
-    MATMUL_HALF_RATE_DIM,
-)
+from trainer.hardware.device_specs import MATMUL_HALF_RATE_DIM
 from trainer.memory.checkpoint_copies import checkpoint_copies
 from trainer.memory.tensors import CUBLAS_HANDLES, CUBLAS_WORKSPACE, DTYPE_BYTES
-from trainer.plan.reserves import (
-    PINNED_OVERHEAD,
-)
+from trainer.plan.reserves import PINNED_OVERHEAD
 
 
 @dataclass(frozen=True)
@@ -192,16 +188,7 @@ class RoughMemory:
     @cached_property
     def in_flight(self) -> float:
         """Micro-batches whose activations are saved at the same time."""
-        pp = self.pipeline.pp
-        if pp == 1:
-            return 1
-        if self.pipeline.schedule == "GPipe":
-            return self.micro_batches
-        if self.pipeline.schedule in SINGLE_STAGE_SCHEDULES:
-            return min(self.micro_batches, pp - self.pp_rank)
-        chunks = self.pipeline.stages_per_rank
-        warm_up = (chunks - 1) * pp + 2 * (pp - 1 - self.pp_rank) + 1
-        return min(chunks * self.micro_batches, warm_up) / chunks
+        return self.pipeline.in_flight(self.pp_rank)
 
     @cached_property
     def num_inputs(self) -> int:
@@ -239,7 +226,7 @@ class RoughMemory:
 
     def all_saved(self, kind: LayerKind) -> float:
         """Bytes that autograd saves of a block that is not recomputed."""
-        width = 2 * self.queries + self.kv + self.attention_output - self.queries
+        width = self.queries + self.kv + self.attention_output
         norms = 2 * self.residual * (1 if self.sequence_shards == 1 else 0.5 + self.tp / 2)
         gates = 3 if self.compiled else 2
         ffn = gates * self.compute_bytes * self.ffn_numel(kind, self.tokens)

@@ -61,5 +61,6 @@ def plan_run(
     if not trace:
         return RunPlan(tuple(plans))
     with tracing_processes() as trace_plans:
-        trace_plans(plans)
-    return RunPlan(tuple(map(traced, plans)))
+        traces = trace_plans(plans)
+    # What no trace shows says why.
+    return RunPlan(tuple(found or traced(plan) for found, plan in zip(traces, plans, strict=True)))

@@ -151,7 +151,8 @@ def search(
         layouts.traces.add(unknown, trace)
         found = ranked(plan for plan in layouts.traces.plans if plan.fits)[:max_results]
     seconds = min((plan.step_seconds for plan in found), default=inf)
-    plans = [layouts.traces.plan_of(form) for form in faster]
+    # If nothing fits, all that was traced says why.
+    plans = [layouts.traces.plan_of(form) for form in faster] if found else layouts.traces.plans
     return SearchResult(
         best=found,
         not_fitting=[
