@@ -31,10 +31,10 @@ from trainer.hardware.host import GIB
 from trainer.memory.block import BlockMemory
 from trainer.memory.rank import RankMemory
 from trainer.memory.recompute import recompute_moments
-from trainer.memory.tensors import total_bytes
 from trainer.plan.memory_advice import memory_savings
 from trainer.plan.memory_estimate import MemoryEstimate, estimate_memory, rank_memory
 from trainer.plan.plan import TrainingPlan, plan_stage
+from trainer.trace.tensors import total_bytes
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"
 DEVICE = "h100-80gb"

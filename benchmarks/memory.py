@@ -117,7 +117,7 @@ def kept(config: Config, tokens: int) -> float:
     """By the formulas of docs/memory.md: by blocks, the stream behind the last and the tables of
     angles.
     """
-    from trainer.memory.tensors import total_bytes
+    from trainer.trace.tensors import total_bytes
 
     rank = rank_memory(config, 1, 0)
     blocks = total_bytes(rank.saved_blocks(0, rank.num_blocks))

@@ -27,8 +27,8 @@ from trainer.config.job_config import Config
 from trainer.config.model import LayerSection
 from trainer.config.parse import load
 from trainer.memory.rank import RankMemory
-from trainer.memory.tensors import SAVED_ACTIVATIONS, MemoryEstimate
 from trainer.plan.memory_estimate import phase_estimates, rank_memory
+from trainer.trace.tensors import SAVED_ACTIVATIONS, MemoryEstimate
 
 Result = TypeVar("Result")
 LIMIT = 0.03

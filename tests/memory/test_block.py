@@ -10,7 +10,7 @@ from models import rope
 from models.config import ModelConfig
 from models.transformer import TransformerBlock
 from trainer.memory.block import BlockMemory
-from trainer.memory.tensors import total_bytes
+from trainer.trace.tensors import total_bytes
 
 
 @pytest.mark.parametrize("qk_norm", [False, True])

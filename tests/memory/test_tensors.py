@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from benchmarks import memory_grid
-from trainer.memory.tensors import DTYPE_BYTES, LINES, MemoryTensor
 from trainer.plan.memory_estimate import phase_estimates, rank_memory
+from trainer.trace.tensors import DTYPE_BYTES, LINES, MemoryTensor
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -13,12 +13,12 @@ import pytest
 
 from trainer.config.job_config import Config
 from trainer.hardware.device_specs import DeviceSpec, load_device
-from trainer.memory.tensors import MemoryEstimate, MemoryTensor
 from trainer.plan.plan import TrainingPlan
 from trainer.plan.rough import RoughPlan
 from trainer.plan.traced_plan import Trace, TracedPlan
 from trainer.trace.pieces import OPTIMIZER, Piece, Place, Work
 from trainer.trace.rank_step import RankStep
+from trainer.trace.tensors import MemoryEstimate, MemoryTensor
 
 DEVICE = load_device("h100-80gb")
 MEMORY_SPREAD = 0.15

@@ -10,7 +10,6 @@ import pytest
 
 from tests.memory.test_estimator import configured
 from trainer.hardware.device_specs import load_device
-from trainer.memory.tensors import MemoryEstimate
 from trainer.plan.interconnect import CALL_OVERHEAD, GroupTopology
 from trainer.plan.rank_clock import RankClock
 from trainer.plan.step_time import CONTENTION_FRACTION
@@ -25,6 +24,7 @@ from trainer.trace.pieces import (
     Work,
 )
 from trainer.trace.rank_step import RankStep
+from trainer.trace.tensors import MemoryEstimate
 
 DEVICE = replace(
     load_device("h100-80gb"),

@@ -20,7 +20,7 @@ from functools import partial
 from math import ceil
 
 from trainer.memory.block import VARLEN_KERNELS, WHILE_RUNNING, BlockMemory, Moments, transient
-from trainer.memory.tensors import MemoryTensor, Tensors, total_bytes
+from trainer.trace.tensors import MemoryTensor, Tensors, total_bytes
 
 PADDING = 128
 """Tokens by which FlashAttention's backward pads each sequence."""

@@ -19,7 +19,7 @@ from trainer.memory.block import (
     saved_tensors,
     transient,
 )
-from trainer.memory.tensors import MemoryTensor, Tensors
+from trainer.trace.tensors import MemoryTensor, Tensors
 
 FEED_FORWARD_NORM = "the norm of the feed-forward's output"
 ATTENTION_NORM = "the norm of attention's output"

@@ -19,7 +19,7 @@ from models.kernel_choice import kernel_for
 from models.layers import NORMS, LayerKind
 from parallelisms.mesh.context_plan import ContextPlan
 from parallelisms.mesh.shard_layout import SeqLayout, TokenSpan, halo_fits, halo_traffic
-from trainer.memory.tensors import (
+from trainer.trace.tensors import (
     DTYPE_BYTES,
     SAVED_ACTIVATIONS,
     TRANSIENT_ACTIVATIONS,

@@ -7,7 +7,7 @@ from functools import partial
 from models.layers import embedding_grad_columns
 from trainer.memory import norms
 from trainer.memory.rank import RankMemory, numel
-from trainer.memory.tensors import (
+from trainer.trace.tensors import (
     TRANSIENT_ACTIVATIONS,
     MemoryTensor,
     Tensors,

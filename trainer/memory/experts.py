@@ -23,7 +23,7 @@ from trainer.memory.block import (
     saved_tensors,
     transient,
 )
-from trainer.memory.tensors import MemoryTensor, Tensors, total_bytes
+from trainer.trace.tensors import MemoryTensor, Tensors, total_bytes
 
 EXPERTS = "models/experts.py: GroupedFeedForward"
 HALF = "parallelisms/expert_recompute.py: ExpertHalf"

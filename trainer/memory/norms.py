@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from trainer.memory.block import BlockMemory
-from trainer.memory.tensors import MemoryTensor
+from trainer.trace.tensors import MemoryTensor
 
 
 def are_fused(block: BlockMemory) -> bool:

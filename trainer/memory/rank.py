@@ -28,7 +28,7 @@ from trainer.config.sections import (
 from trainer.hardware.host import GIB
 from trainer.memory.block import BlockMemory
 from trainer.memory.experts import block_of
-from trainer.memory.tensors import DTYPE_BYTES, Tensors, total_bytes
+from trainer.trace.tensors import DTYPE_BYTES, Tensors, total_bytes
 
 Shapes = tuple[tuple[int, ...], ...]
 """(rows, columns) of the parameters on one tp and ep rank; norms have one column.

@@ -10,7 +10,7 @@ from functools import partial
 from trainer.memory import experts, norms
 from trainer.memory.attention_operator import operator_moments
 from trainer.memory.block import WHILE_RUNNING, BlockMemory, Moments, transient
-from trainer.memory.tensors import MemoryTensor, Tensors, total_bytes
+from trainer.trace.tensors import MemoryTensor, Tensors, total_bytes
 
 RECOMPUTE = "parallelisms/block_recompute.py: BlockCompute"
 

@@ -18,11 +18,12 @@ from trainer.memory.autograd import (
     whole_block_moment,
 )
 from trainer.memory.block import BlockMemory
-from trainer.memory.checkpoint_copies import checkpoint_copies
 from trainer.memory.passes import Pass, fullest_passes
 from trainer.memory.rank import RankMemory
 from trainer.memory.recompute import feed_forward_pass, recompute_moments, recomputed_input
-from trainer.memory.tensors import (
+from trainer.memory.weights import WeightMemory
+from trainer.trace.checkpoint_copies import checkpoint_copies
+from trainer.trace.tensors import (
     CUBLAS_HANDLES,
     CUBLAS_WORKSPACE,
     SAVED_ACTIVATIONS,
@@ -32,7 +33,6 @@ from trainer.memory.tensors import (
     tensors,
     total_bytes,
 )
-from trainer.memory.weights import WeightMemory
 
 STEP = "the step"
 RUN = "the run"

@@ -8,7 +8,7 @@ from typing import Literal
 from trainer.config.sections import OPTIMIZER_CHUNK_ELEMENTS
 from trainer.memory.passes import Pass
 from trainer.memory.rank import RankMemory, Shapes, numel, padded_numel
-from trainer.memory.tensors import TRANSIENT_ACTIVATIONS, MemoryTensor, Tensors, tensors
+from trainer.trace.tensors import TRANSIENT_ACTIVATIONS, MemoryTensor, Tensors, tensors
 
 FSDP = "parallelisms/fsdp.py: apply"
 Unit = Literal["block", "embedding"]

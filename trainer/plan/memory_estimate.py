@@ -12,7 +12,7 @@ from trainer.hardware.attention_choice import with_attention_choice
 from trainer.memory.passes import fullest_ranks
 from trainer.memory.rank import RankMemory, RankSettings
 from trainer.memory.step import StepMemory
-from trainer.memory.tensors import (
+from trainer.trace.tensors import (
     SAVED_ACTIVATIONS,
     TRANSIENT_ACTIVATIONS,
     MemoryEstimate,

@@ -20,7 +20,6 @@ from trainer.errors import ConfigError
 from trainer.hardware.attention_choice import attention_problems, with_attention_choice
 from trainer.hardware.device_specs import DeviceSpec
 from trainer.hardware.host import GIB
-from trainer.memory.tensors import DTYPE_BYTES
 from trainer.plan import memory_options
 from trainer.plan.comm_volume import attention_bytes
 from trainer.plan.critical_path import StepTime, predict_step_time
@@ -42,6 +41,7 @@ from trainer.plan.reserves import (
     usable_host_bytes,
 )
 from trainer.plan.suggestions import competition_key, memory_saving_changes, speedup_changes
+from trainer.trace.tensors import DTYPE_BYTES
 
 SECONDS_PER_DAY = 86_400
 BOTTLENECK_THRESHOLD = 0.05

@@ -18,7 +18,6 @@ from trainer.hardware.device_specs import (
     select_device,
 )
 from trainer.hardware.host import GIB
-from trainer.memory.tensors import LINES
 from trainer.plan.console import show
 from trainer.plan.critical_path import sequence_cost
 from trainer.plan.document import BarChart, LineChart, PlanReport, StackedBar, Table, format_gib
@@ -28,6 +27,7 @@ from trainer.plan.plan import Suggestion, TrainingPlan, plan_stage
 from trainer.plan.run_plan import RunPlan, plan_run
 from trainer.plan.search import SearchResult
 from trainer.plan.step_time import CHANNEL_LABELS
+from trainer.trace.tensors import LINES
 
 NUM_CURVE_POINTS = 9
 """Points of a sequence-length curve, each twice the one before."""

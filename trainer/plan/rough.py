@@ -20,7 +20,6 @@ from trainer.hardware.device_specs import (
     DeviceSpec,
 )
 from trainer.hardware.host import GIB
-from trainer.memory.tensors import DTYPE_BYTES
 from trainer.plan.interconnect import GroupTopology, bandwidth, group_topologies, latency
 from trainer.plan.pipeline_bubble import bubble_seconds
 from trainer.plan.reserves import (
@@ -36,6 +35,7 @@ from trainer.plan.step_time import (
     HOST_MEMORY_EFFICIENCY,
     STEP_OVERHEAD,
 )
+from trainer.trace.tensors import DTYPE_BYTES
 
 
 class Passes(NamedTuple):

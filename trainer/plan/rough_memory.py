@@ -15,9 +15,9 @@ from models.layers import LayerKind
 from parallelisms.mesh.pipeline_plan import PipelinePlan
 from trainer.config.job_config import Config
 from trainer.hardware.device_specs import MATMUL_HALF_RATE_DIM
-from trainer.memory.checkpoint_copies import checkpoint_copies
-from trainer.memory.tensors import CUBLAS_HANDLES, CUBLAS_WORKSPACE, DTYPE_BYTES
 from trainer.plan.reserves import PINNED_OVERHEAD
+from trainer.trace.checkpoint_copies import checkpoint_copies
+from trainer.trace.tensors import CUBLAS_HANDLES, CUBLAS_WORKSPACE, DTYPE_BYTES
 
 
 @dataclass(frozen=True)

@@ -20,10 +20,10 @@ from typing import Any
 from models.files import MAX_CONFIG_BYTES, read_regular
 from trainer.config import extension
 from trainer.config.job_config import Config
-from trainer.memory.tensors import MemoryEstimate, MemoryTensor
 from trainer.storage.durable_io import write_atomic
 from trainer.trace.pieces import Arrival, AttentionKey, Departure, Piece, Place, ProductKey, Work
 from trainer.trace.rank_step import RankStep, rank_step
+from trainer.trace.tensors import MemoryEstimate, MemoryTensor
 
 ROOT = Path(__file__).resolve().parents[2]
 SOURCES = ("models", "parallelisms", "trainer")

@@ -17,10 +17,10 @@ from typing import Any, NamedTuple
 
 import torch
 
-from trainer.memory.attention_operator import PADDING as FLASH_PADDING
-
 aten = torch.ops.aten
 WIDTH_MULTIPLE = 32
+FLASH_PADDING = 128
+"""Tokens by which FlashAttention's backward pads each sequence."""
 
 
 class AttentionCall(NamedTuple):

@@ -11,17 +11,17 @@ from dataclasses import dataclass
 from math import prod
 
 from trainer.config.job_config import Config
-from trainer.memory.checkpoint_copies import checkpoint_copies
-from trainer.memory.tensors import (
+from trainer.trace.checkpoint_copies import checkpoint_copies
+from trainer.trace.compose import ComposedStep, LiveTensor
+from trainer.trace.pieces import OPTIMIZER, Piece, Trace
+from trainer.trace.shorten import ShortStep
+from trainer.trace.tensors import (
     CUBLAS_HANDLES,
     CUBLAS_WORKSPACE,
     DTYPE_BYTES,
     MemoryEstimate,
     MemoryTensor,
 )
-from trainer.trace.compose import ComposedStep, LiveTensor
-from trainer.trace.pieces import OPTIMIZER, Piece, Trace
-from trainer.trace.shorten import ShortStep
 
 SOURCES = {
     "parameters": "trainer/step/build.py: ParallelModel",
