@@ -34,7 +34,8 @@ from trainer.data.packing import Packing, PackingPlan, pack_documents
 from trainer.data.packing_stats import between_sequences, sequence_pairs
 from trainer.data.shuffle import shuffled_order
 from trainer.hardware.device_specs import load_device
-from trainer.plan.critical_path import predict_step_time, sequence_cost
+from trainer.plan.run_plan import plan_stage
+from trainer.plan.step_time import sequence_cost
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "data.md"
 DOCUMENTS = 1_000_000
@@ -81,7 +82,8 @@ CORPORA: dict[str, Callable[[int], Tensor]] = {
 def cost_of(seq_len: int) -> Cost:
     """Seconds of Llama 3 8B on 8 H100, with as much context parallelism as the length needs."""
     config = load(["--config", "llama3_8b_128k" if seq_len < 1 << 20 else "llama3_8b_1m_8gpu"])
-    return sequence_cost(config, 8, predict_step_time(config, 8, load_device("h100-80gb")))
+    plan = plan_stage(config, 8, load_device("h100-80gb"))
+    return sequence_cost(plan.config, plan.world_size, plan.step_time)
 
 
 def imbalances(plan: PackingPlan, cost: Cost, dp_size: int) -> tuple[float, float, float]:

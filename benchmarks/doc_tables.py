@@ -1,11 +1,11 @@
 """Generate tables of docs/parallelism.md, docs/memory.md and docs/reliability.md from the code
 that they describe.
 
-    python -m benchmarks.doc_tables           rewrite the tables between their markers
-    python -m benchmarks.doc_tables --check   exit 1 if a page differs from what would be written
+    python -m benchmarks.doc_tables             rewrite the tables between their markers
+    python -m benchmarks.doc_tables --check     exit 1 if a page differs from what would be written
+    python -m benchmarks.doc_tables --untraced  leave out tables of traced plans: seconds each
 
-Nothing is timed and nothing needs torch. A page holds `<!-- table: NAME -->`, the table and `<!--
-end -->`.
+Nothing is timed. A page holds `<!-- table: NAME -->`, the table and `<!-- end -->`.
 """
 
 from __future__ import annotations
@@ -13,28 +13,20 @@ from __future__ import annotations
 import re
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from functools import cache
 from math import prod
 from pathlib import Path
-from typing import Any
 
 import trainer.errors
-from models.presets import FAMILIES
-from parallelisms.mesh.context_plan import ContextPlan
 from parallelisms.mesh.pipeline_plan import PipelinePlan, PipelineSchedule
 from trainer.config.job_config import Config
 from trainer.config.parse import load
 from trainer.errors import ENDINGS, RankFailedError, RunError
 from trainer.hardware.device_specs import load_device
 from trainer.hardware.host import GIB
-from trainer.memory.block import BlockMemory
-from trainer.memory.rank import RankMemory
-from trainer.memory.recompute import recompute_moments
-from trainer.plan.memory_advice import memory_savings
-from trainer.plan.memory_estimate import MemoryEstimate, estimate_memory, rank_memory
-from trainer.plan.plan import TrainingPlan, plan_stage
-from trainer.trace.tensors import total_bytes
+from trainer.plan.plan import TrainingPlan
+from trainer.plan.run_plan import plan_stage
+from trainer.trace.tensors import SAVED_ACTIVATIONS, TRANSIENT_ACTIVATIONS
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"
 DEVICE = "h100-80gb"
@@ -57,6 +49,15 @@ ALTERNATIVES = (
     ("llama3_70b_128k", "parallelism.cp=16 parallelism.tp=1 parallelism.cp_ulysses=8"),
     ("llama3_70b_128k", "parallelism.dp_shard=1 parallelism.tp=8 parallelism.cp_ulysses=1"),
     ("llama3_405b_128k", "parallelism.pp=1 parallelism.dp_shard=128 parallelism.cp=4"),
+)
+SAVING = (
+    "memory.recompute=full",
+    "memory.recompute=keep_attention",
+    "parallelism.cp=8 parallelism.dp_shard=1",
+    "parallelism.tp=2 parallelism.dp_shard=1",
+    "memory.optimizer_placement=host",
+    "memory.offload=inputs",
+    "memory.optimizer_dtype=bfloat16",
 )
 SCHEDULES: tuple[tuple[PipelineSchedule, int], ...] = (
     ("GPipe", 1),
@@ -87,6 +88,14 @@ def configured(name: str, changes: str = "") -> tuple[Config, int]:
 @cache
 def planned(name: str, changes: str = "") -> TrainingPlan:
     return plan_stage(*configured(name, changes), load_device(DEVICE))
+
+
+def residual_bytes(plan: TrainingPlan) -> float:
+    """Bytes of one residual stream on one rank, in bfloat16."""
+    training = plan.config.training
+    ranks = plan.mesh["cp"] * plan.mesh["tp"]
+    tokens = training.micro_batch_size * training.seq_len / ranks
+    return 2 * plan.config.model.build().dim * tokens
 
 
 # ---- docs/parallelism.md
@@ -173,24 +182,23 @@ def alternatives() -> Table:
 
 
 def saved() -> Table:
-    model = FAMILIES["llama3.1"]["8b"]
+    """The difference between models of four and of six layers."""
     rows = []
-    cases = (
-        ("`full`", "full", True),
-        ("`keep_attention`", "keep_attention", True),
-        ("`none`", "none", True),
-    )
-    for name, policy, compiled in (*cases, ("`none`, not compiled", "none", False)):
-        sizes = [
-            total_bytes(
-                BlockMemory(
-                    model, model.layer_kinds[0], tokens=tp, tp=tp, compiled=compiled
-                ).saved(policy)
-            )
-            / (2 * model.dim)
-            for tp in (1, 2, 8)
-        ]
-        rows.append([name, *(f"{size:#.3g}" for size in sizes)])
+    for name, changes in (
+        ("`full`", "memory.recompute=full"),
+        ("`keep_attention`", "memory.recompute=keep_attention"),
+        ("`none`", "memory.recompute=none training.compile=true"),
+        ("`none`, not compiled", "memory.recompute=none training.compile=false"),
+    ):
+        cells = []
+        for tp in (1, 2, 8):
+            mesh = f"{changes} parallelism.dp_shard=1 parallelism.cp=1 parallelism.tp={tp}"
+            plans = [
+                planned("llama3_8b_128k", f"{mesh} model.num_layers={layers}") for layers in (4, 6)
+            ]
+            four, six = (plan.peak_memory.item(SAVED_ACTIVATIONS).device_bytes for plan in plans)
+            cells.append(f"{(six - four) / 2 / residual_bytes(plans[0]):#.3g}")
+        rows.append([name, *cells])
     return markdown(["`memory.recompute`", "tp 1", "tp 2", "tp 8"], rows)
 
 
@@ -235,7 +243,7 @@ def reductions() -> Table:
             plan.peak_memory.item(line).device_bytes
             for line in ("gradients", "unreduced gradients")
         ]
-        exposed = plan.step_time.busiest.exposed.get("fsdp", 0)
+        exposed = sum(plan.step_time.busiest.exposed.values())
         cells = [
             *map(_gib, (*sizes, plan.peak_memory.device_bytes)),
             f"{exposed:.1f}",
@@ -247,7 +255,7 @@ def reductions() -> Table:
         "gradients, GiB",
         "unreduced, GiB",
         "peak, GiB",
-        "exposed FSDP, s",
+        "exposed, s",
         "step, s",
     ]
     return markdown(heading, rows)
@@ -256,108 +264,75 @@ def reductions() -> Table:
 # ---- docs/memory.md
 
 
-def estimates() -> Table:
-    found = [estimate_memory(*configured(name)) for name in SHIPPED]
+def peaks() -> Table:
+    plans = [planned(name) for name in SHIPPED]
+    found = [plan.peak_memory for plan in plans]
     rows = []
-    multiples = []
-    for name, one in zip(SHIPPED, found, strict=True):
-        multiples.append(
-            residual_multiple(one.device_bytes, one, rank_memory(*configured(name), one.pp_rank))
-        )
     for item in found[0].items:
-        sizes = [one.item(item.name).device_bytes for one in found]
-        if any(_gib(size) for size in sizes):
-            rows.append([item.name, *map(_gib, sizes)])
+        sizes = [_gib(one.item(item.name).device_bytes) for one in found]
+        if any(sizes):
+            rows.append([item.name, *sizes])
     rows.append(["**peak**", *(_gib(one.device_bytes) for one in found)])
-    rows.append(["host", *(_gib(one.host_bytes) for one in found)])
-    rows.append(["k", *(f"{multiple:.0f}" for multiple in multiples)])
-    rows.append(
-        [
-            "reached",
-            *(one.phase.replace(", backward", "").replace(", forward", "") for one in found),
-        ]
-    )
+    rows.append(["host", *(_gib(plan.peak_host_memory.host_bytes) for plan in plans)])
+    rows.append(["k", *(f"{streams(plan):.0f}" for plan in plans)])
+    rows.append(["reached in", *(one.phase.partition(",")[0] for one in found)])
     return markdown(["GiB of the fullest rank", *(f"`{name}`" for name in SHIPPED)], rows)
 
 
-def residual_multiple(peak: float, estimate: MemoryEstimate, rank: RankMemory) -> float:
+def streams(plan: TrainingPlan) -> float:
     """k, where the peak is parameters, gradients and optimizer state plus k times the residual
     stream on one rank.
     """
-    states = sum(item.device_bytes for item in estimate.items[:3])
-    return (peak - states) / rank.block.residual_bytes
+    states = sum(item.device_bytes for item in plan.peak_memory.items[:3])
+    return (plan.peak_memory.device_bytes - states) / residual_bytes(plan)
 
 
 def savings() -> Table:
-    changes = (
+    bases = (
         "memory.recompute=none",
         "memory.recompute=full",
         "memory.recompute=full parallelism.cp=8 parallelism.dp_shard=1",
     )
-    runs = [configured("llama3_8b_128k", change) for change in changes]
-    found = [memory_savings(*run) for run in runs]
-    order = sorted(
-        {change for one in found for change in one},
-        key=lambda change: (-max(one.get(change, 0) for one in found), change),
-    )
-    rows = [["peak", *(_gib(estimate_memory(*run).device_bytes) for run in runs)]]
-    rows += [[f"`{change}`", *(_gib(one.get(change, 0)) for one in found)] for change in order]
+    before = [planned("llama3_8b_128k", base) for base in bases]
+    rows = [["peak", *(_gib(plan.peak_memory.device_bytes) for plan in before)]]
+    for change in SAVING:
+        after = [planned("llama3_8b_128k", f"{base} {change}") for base in bases]
+        freed = [
+            old.peak_memory.device_bytes - new.peak_memory.device_bytes
+            if new.world_size == old.world_size
+            else 0
+            for old, new in zip(before, after, strict=True)
+        ]
+        rows.append([" ".join(f"`{each}`" for each in change.split()), *map(_gib, freed)])
     return markdown(["GiB freed by", "`none`, 2 x 4", "`full`, 2 x 4", "`full`, 1 x 8"], rows)
 
 
-ATTENTION_PARTS = (
-    "the rotation of queries",
-    "the rotation of keys",
-    "attention to own keys",
-    "attention",
-    "the reduce-scatter of KV gradients",
-)
-FEED_FORWARD_PARTS = (
-    "feed-forward",
-    "the input gradient of the feed-forward",
-    "the norm before the feed-forward",
-)
-
-
-def held(block: BlockMemory, *parts: str) -> float:
-    """What a recomputed block holds in these parts of its backward pass, in residual streams."""
-    moments = recompute_moments(block, "float32", ())
-    return (
-        max(total_bytes(alive) for name, alive in moments if name in parts) / block.residual_bytes
-    )
-
-
 def head_groups() -> Table:
-    """What the block in its backward pass holds, in u, for sequences so long that tiles and
-    weights do not count.
+    """Transient activations at the peak, of sequences so long that tiles and the head do not
+    count.
     """
-    model = FAMILIES["llama3.1"]["8b"]
-    tokens = 1 << 26
-    heads: dict[str, Any] = {"heads": model.num_heads, "kv_heads": model.num_kv_heads}
-    plans = [
-        None,
-        *(
-            ContextPlan(cp=8, method=method, **heads)
-            for method in ("ulysses", "ring", "allgather")
-        ),
-    ]
-    base = BlockMemory(model, model.layer_kinds[0], tokens, mlp_tile_bytes=1 << 20)
     counts = (1, 2, 4, 8)
     rows = []
-    for plan in plans:
+    for method, mesh in (
+        ("cp 1", "parallelism.dp_shard=8 parallelism.cp=1"),
+        *(
+            (f"`{method}` over 8", f"parallelism.cp_method={method}")
+            for method in ("ulysses", "ring", "allgather")
+        ),
+    ):
         cells = []
         for groups in counts:
-            divides = plan is None or model.num_heads // groups % plan.ulysses_degree == 0
-            block = replace(base, context_plan=plan, head_groups=groups)
-            cells.append(f"{held(block, *ATTENTION_PARTS):.1f}" if divides else "")
-        rows.append(
-            [f"attention, {f'`{plan.resolved_method}` over 8' if plan else 'cp 1'}", *cells]
-        )
-    for name, parts in (
-        ("feed-forward", FEED_FORWARD_PARTS),
-        ("projections", ("the rotation of gradients", "projections")),
-    ):
-        rows.append([name, *[f"{held(base, *parts):.1f}"] * len(counts)])
+            if method.startswith("`ulysses") and groups == 8:
+                cells.append("")  # Groups of four query heads do not divide among eight ranks.
+                continue
+            length = 1 << (19 if method == "cp 1" else 22)
+            plan = planned(
+                "llama3_8b_1m_8gpu",
+                f"{mesh} memory.head_groups={groups} training.seq_len={length} training.global_batch_size=8",
+            )
+            held = plan.peak_memory.item(TRANSIENT_ACTIVATIONS).device_bytes
+            cells.append(f"{held / residual_bytes(plan):.1f}")
+        rows.append([method, *cells])
     return markdown(
         ["u held by", *(f"{count} group{'s' * (count > 1)}" for count in counts)], rows
     )
@@ -404,14 +379,18 @@ TABLES: dict[str, dict[str, Callable[[], Table]]] = {
         "reductions": reductions,
     },
     "reliability.md": {"endings": endings},
-    "memory.md": {"estimates": estimates, "savings": savings, "head_groups": head_groups},
+    "memory.md": {"peaks": peaks, "savings": savings, "head_groups": head_groups},
 }
+UNTRACED = ("bubbles", "endings")
+"""Tables that no plan is traced for."""
 
 
-def regenerated(page: str) -> str:
-    """The page with every table made again."""
+def regenerated(page: str, *, traced_too: bool) -> str:
+    """The page with its tables made again."""
     text = (DOCS / page).read_text()
     for name, make in TABLES[page].items():
+        if not traced_too and name not in UNTRACED:
+            continue
         pattern = re.compile(rf"( *)<!-- table: {name} -->\n.*?<!-- end -->", re.DOTALL)
         found = pattern.search(text)
         if found is None:
@@ -426,7 +405,7 @@ def regenerated(page: str) -> str:
 def main(argv: Sequence[str]) -> int:
     stale = []
     for page in TABLES:
-        text = regenerated(page)
+        text = regenerated(page, traced_too="--untraced" not in argv)
         if text != (DOCS / page).read_text():
             stale.append(page)
             if "--check" not in argv:

@@ -2,8 +2,8 @@
 tensors.
 
 Initializes the process group of this process. Uses CPU kernels without compilation, and nominal
-collective sizes. An independent check of the closed formulas in `trainer.plan.memory_estimate`,
-`trainer.plan.comm_volume` and `trainer.plan.rank_workload`.
+collective sizes. Runs every layer and micro-batch, and so checks the steps that `trainer.trace`
+composes of few of them.
 """
 
 from __future__ import annotations
@@ -14,19 +14,30 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from math import prod
-from typing import Any, cast
 
 from trainer.config import checks
 from trainer.config.job_config import Config
 from trainer.config.parse import load
 from trainer.errors import EXIT_BAD_CONFIG, EXIT_SUCCESS, ConfigError
 from trainer.hardware.host import GIB
-from trainer.plan.comm_volume import CommVolume
 from trainer.step.trainer import Trainer
 from trainer.trace.inputs import micro_batches
 from trainer.trace.operators import OpCounterMode
 from trainer.trace.pieces import HOST
 from trainer.trace.record import run_step, traced
+
+
+@dataclass(frozen=True, kw_only=True)
+class Message:
+    """Messages that are alike."""
+
+    channel: str
+    kind: str
+    """The collective."""
+    phase: str
+    bytes: float
+    """Sent by this rank in all calls."""
+    calls: int
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,12 +63,16 @@ class DryRunResult:
     """
     attention_flops: Mapping[str, int]
     """By "forward", "backward" and "recompute"."""
-    messages: tuple[CommVolume, ...]
+    messages: tuple[Message, ...]
     """Sent by this rank; those of recomputation count as "backward"."""
-    small_messages: tuple[CommVolume, ...]
+    small_messages: tuple[Message, ...]
     """Messages below MIN_COUNTED_BYTES, with `bytes` 0."""
     num_ops: int
     """Operations dispatched by torch."""
+
+    @property
+    def flops(self) -> int:
+        return sum(self.matmul_flops.values()) + sum(self.attention_flops.values())
 
 
 def dry_run(
@@ -103,11 +118,10 @@ def _result(counter: OpCounterMode, trainer: Trainer, state_bytes: int) -> DryRu
     storages = counter.storages
     messages, small_messages = (
         tuple(
-            CommVolume(
+            Message(
                 channel=channel,
                 kind=kind,
-                phase=cast(Any, phase),
-                what="",
+                phase=phase,
                 bytes=counter.work.sent_bytes[key],
                 calls=calls,
             )

@@ -28,7 +28,8 @@ from trainer.config.parse import load
 from trainer.data.copy_task import CopyDataset
 from trainer.data.sequences import FULL_SEQUENCE, BlendedDataset, SequenceShard
 from trainer.hardware.host import GIB, node_memory_bytes
-from trainer.plan.memory_options import fit_memory_options
+from trainer.launch.predict import planned_device
+from trainer.plan.memory_options import choose_memory_options
 from trainer.step.build import compiles, require_right_gradients
 from trainer.step.process_group import process_group
 from trainer.step.trainer import StepMetrics, Trainer
@@ -155,11 +156,13 @@ def as_started(bench: Bench, config: Config) -> Config:
     if compiles(config, bench.device):
         training = config.training.model_copy(update={"compile": True})
         require_right_gradients(config.model_copy(update={"training": training}))
-    memory = {
-        "device_bytes": torch.cuda.get_device_properties(bench.device).total_memory,
-        "host_bytes": node_memory_bytes(),
-    }
-    return fit_memory_options(config, 1, ranks_per_node=1, **memory)
+    device = planned_device(
+        config,
+        ranks_per_node=1,
+        device_bytes=torch.cuda.get_device_properties(bench.device).total_memory,
+        host_bytes=node_memory_bytes(),
+    )
+    return choose_memory_options(config, 1, device).config
 
 
 def step(bench: Bench, case: StepCase, rounds: Rounds = Rounds()) -> float:

@@ -22,7 +22,8 @@ from benchmarks.gpu_steps import StepCase
 from benchmarks.pages import replace_block
 from trainer.hardware.device_specs import match_device
 from trainer.hardware.host import GIB
-from trainer.plan.plan import TrainingPlan, plan_stage
+from trainer.plan.plan import TrainingPlan
+from trainer.plan.run_plan import plan_stage
 
 ROOT = Path(__file__).resolve().parents[1]
 DAYS = sorted((Path(__file__).parent / "measured").glob("*-h200.jsonl"), reverse=True)

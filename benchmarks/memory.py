@@ -2,7 +2,7 @@
 
     python -m benchmarks.memory bytes [--longest 32768]      bytes alive at most, by length
     python -m benchmarks.memory seconds [--rounds 2]         CPU-seconds of a step at 32768 tokens
-    python -m benchmarks.memory run debug_1m                 two steps of a shipped file, counted and predicted
+    python -m benchmarks.memory run debug_1m                 two steps of a shipped file, counted and traced
     python -m benchmarks.memory draw docs/memory_ladder.svg  the picture of what `bytes` found
 
 Every number is of a fresh process. Bytes are those that torch's allocator gives out
@@ -29,7 +29,8 @@ from statistics import median
 
 from trainer.config.job_config import Config
 from trainer.config.parse import load
-from trainer.plan.memory_estimate import estimate_memory, rank_memory
+from trainer.hardware.attention_choice import with_attention_choice
+from trainer.trace.answers import traced_rank_steps
 
 KEEP = ["--memory.recompute", "keep_attention"]
 TILES = ["--memory.mlp_tile_mib", "4"]
@@ -107,23 +108,13 @@ def one(what: str, rung: str, tokens: int) -> dict[str, float]:
 def alive(rung: str, tokens: int) -> dict[str, float]:
     from benchmarks.counted import count
 
-    config = configured(rung, tokens, ITEM)
-    found = count(config, steps=2, documents=DOCUMENT)
-    told = estimate_memory(config, 1, on_cpu=True)
-    return vars(found) | {"predicted": told.device_bytes, "predicted_kept": kept(config, tokens)}
+    return vars(count(configured(rung, tokens, ITEM), steps=2, documents=DOCUMENT))
 
 
-def kept(config: Config, tokens: int) -> float:
-    """By the formulas of docs/memory.md: by blocks, the stream behind the last and the tables of
-    angles.
-    """
-    from trainer.trace.tensors import total_bytes
-
-    rank = rank_memory(config, 1, 0)
-    blocks = total_bytes(rank.saved_blocks(0, rank.num_blocks))
-    return (
-        blocks + 2 * config.model.build().dim * tokens + 4 * config.model.build().head_dim * tokens
-    )
+def traced_peak(config: Config, world_size: int) -> float:
+    """Bytes of the fullest rank, with the kernels of a CPU."""
+    steps = traced_rank_steps(with_attention_choice(config), world_size, on_gpu=False)
+    return max(step.memory.device_bytes for step in steps)
 
 
 def timed(rung: str, tokens: int) -> dict[str, float]:
@@ -157,10 +148,10 @@ def of_file(name: str) -> None:
     with tempfile.TemporaryDirectory() as folder:
         multiprocessing.spawn(_on_rank, (name, world_size, Path(folder)), nprocs=world_size)
         found = [json.loads((Path(folder) / str(rank)).read_text()) for rank in range(world_size)]
-    told = estimate_memory(config, world_size, on_cpu=True)
+    told = traced_peak(config, world_size)
     peak = max(one["peak"] for one in found)
     say(
-        f"{name}: {peak / 2**20:.0f} MiB counted at most, {told.device_bytes / 2**20:.0f} predicted: {told.device_bytes / peak - 1:+.1%}"
+        f"{name}: {peak / 2**20:.0f} MiB counted at most, {told / 2**20:.0f} traced: {told / peak - 1:+.1%}"
     )
 
 
@@ -198,9 +189,9 @@ def bytes_table(longest: int) -> None:
     say(
         "| | "
         + " | ".join(f"{tokens // 1024}K" for tokens in lengths)
-        + " | k | saved, u | on the host, u | saved, predicted | peak, predicted |"
+        + " | k | saved, u | on the host, u | peak, traced |"
     )
-    say("|---" * (len(lengths) + 6) + "|")
+    say("|---" * (len(lengths) + 5) + "|")
     ladder: dict[str, dict[str, float]] = {}
     for rung in LADDER:
         found = [measure("bytes", rung, tokens) for tokens in lengths]
@@ -210,10 +201,8 @@ def bytes_table(longest: int) -> None:
         cells = [f"{(one['peak'] - one['states']) / 2**20:.1f}" for one in found]
         held = last["kept"] + last["on_host"]
         cells += [f"{k:.2f}", f"{held / u:.2f}", f"{last['on_host'] / u:.2f}"]
-        cells += [
-            f"{last['predicted_kept'] / held - 1:+.1%}",
-            f"{last['predicted'] / last['peak'] - 1:+.1%}",
-        ]
+        traced = traced_peak(configured(rung, lengths[-1], ITEM), 1)
+        cells.append(f"{traced / last['peak'] - 1:+.1%}")
         say(f"| {rung} | " + " | ".join(cells) + " |")
         ladder[rung] = {"k": k, "kept": last["kept"] / u, "on_host": last["on_host"] / u}
     FOUND.parent.mkdir(exist_ok=True)

@@ -1,10 +1,10 @@
-"""The plans of all shipped files, as `docs/plans` has them: what `longhaul plan --quick` says of
-each, for H100.
+"""The plans of all shipped files, as `docs/plans` has them: what `longhaul plan` says of each, for
+H100.
 
     python -m benchmarks.plans [--folder docs/plans] [NAME]...
 
-Nothing is timed. A test compares them with what the planner says now, so that a change of cost is
-seen in review.
+Nothing is timed. A plan and its suggestions take some seconds until their traces are known. A test
+compares them with what the planner says now, so that a change of cost is seen in review.
 """
 
 from __future__ import annotations

@@ -2,7 +2,8 @@
 
     python -m benchmarks.published
 
-Nothing is timed. Tables enter whole: every line of a source is predicted, or listed with the
+Nothing is timed; each row is a plan of its own, which takes a second or two until its trace is
+known. Tables enter whole: every line of a source is predicted, or listed with the
 reason why not. Its group is that which it was put in before it was predicted, whatever its error.
 CONSTANTS names the constants that were chosen by published lines, which then prove nothing. Where
 others compute linear layers in 8 bits, the rate of products is raised by one factor. Memory is
@@ -318,6 +319,19 @@ def rows() -> list[Row]:
     return [row for table in tables() for row in table.rows]
 
 
+def sources(found: Sequence[PublishedTable]) -> list[str]:
+    """The constants, and how much of each source is predicted."""
+    return [
+        *markdown(
+            ["constant chosen by published rows", "value", "rows"], [[*each] for each in CONSTANTS]
+        ),
+        "",
+        *markdown(
+            ["source", "rows", "predicted", "left out"], [_coverage(table) for table in found]
+        ),
+    ]
+
+
 def report(found: Sequence[PublishedTable]) -> list[str]:
     heading = [
         "system",
@@ -333,19 +347,8 @@ def report(found: Sequence[PublishedTable]) -> list[str]:
         "what differs",
     ]
     lines = [row for table in found for row in table.rows]
-    return [
-        *markdown(
-            ["constant chosen by published rows", "value", "rows"], [[*each] for each in CONSTANTS]
-        ),
-        "",
-        *markdown(
-            ["source", "rows", "predicted", "left out"], [_coverage(table) for table in found]
-        ),
-        "",
-        *summary(lines),
-        "",
-        *markdown(heading, [_cells(row) for row in lines]),
-    ]
+    rows = markdown(heading, [_cells(row) for row in lines])
+    return [*sources(found), "", *summary(lines), "", *rows]
 
 
 def _coverage(table: PublishedTable) -> list[str]:

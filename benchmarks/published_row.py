@@ -11,7 +11,8 @@ from trainer.config import checks
 from trainer.config.job_config import Config
 from trainer.hardware.device_specs import MEMORY_SHARE, DeviceSpec, load_device
 from trainer.hardware.host import GIB
-from trainer.plan.plan import TrainingPlan, plan_stage
+from trainer.plan.plan import TrainingPlan
+from trainer.plan.run_plan import plan_stage
 
 Values = dict[str, Any]
 Group = Literal["used to set a constant", "held out", "another system"]
@@ -51,9 +52,11 @@ class Row:
 
     @cached_property
     def plan(self) -> TrainingPlan:
-        return plan_stage(
-            self.config, prod(self.config.parallelism.degrees(1).values()), self.device
-        )
+        return plan_stage(self.config, self.world_size, self.device)
+
+    @property
+    def world_size(self) -> int:
+        return prod(self.config.parallelism.degrees(1).values())
 
     @property
     def error(self) -> float:

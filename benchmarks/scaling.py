@@ -1,19 +1,20 @@
 """Fill docs/scaling.md: predicted 8B, 70B and 405B runs on 8 to 16,384 GPUs, sequences of 8K to
 16M tokens.
 
-    python -m benchmarks.scaling [--quick]
+    python -m benchmarks.scaling [--without-searches | --toy]
 
-Nothing is timed: every figure is a plan for H100 (`trainer/hardware/specs/h100-80gb.toml`) with
-the fastest mesh that `trainer.plan search` finds, compared with published measurements. Takes some
-minutes of two cores; `--quick` fills few cells, in `outputs/scaling`. Text outside the generated
-parts is written in the page itself.
+Nothing is timed: every figure is a plan for H100 (`trainer/hardware/specs/h100-80gb.toml`), of the
+fastest mesh that `longhaul plan search` finds or of the mesh that is named, and some are compared
+with published measurements. Takes half an hour of two cores until all traces are known;
+`--without-searches` leaves the tables and the picture of searches as they are, `--toy` fills few
+cells, in `outputs/scaling`. Text outside the generated parts is written in the page itself.
 """
 
 from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from functools import partial
@@ -30,9 +31,10 @@ from trainer.hardware.host import GIB
 from trainer.plan.document import LineChart, PlanReport
 from trainer.plan.html import render_html
 from trainer.plan.layout_words import describe_layout
-from trainer.plan.memory_estimate import TRANSIENT_ACTIVATIONS, phase_estimates, rank_memory
-from trainer.plan.plan import TrainingPlan, plan_stage
+from trainer.plan.plan import TrainingPlan
+from trainer.plan.run_plan import plan_stage
 from trainer.plan.search import longest_sequence, search
+from trainer.trace.tensors import TRANSIENT_ACTIVATIONS
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"
 K = 1 << 10
@@ -226,17 +228,17 @@ def most(model: str, gpus: int) -> list[str]:
 
 
 def gathered(length: int) -> list[list[str]]:
-    """Transient activations of each method, by context-parallel ranks."""
+    """Transient activations of each method at the peak, by context-parallel ranks."""
     rows = []
     for ranks in (8, 32, 128):
         words = [f"{ranks}"]
         for method in ("ring", "allgather", "ulysses"):
             config = with_overrides(of_size("8B", length, length), sharing(ranks, method))
-            held = (
-                moment.item(TRANSIENT_ACTIVATIONS).device_bytes / GIB
-                for moment in phase_estimates(rank_memory(config, ranks, 0))
-            )
-            words.append("-" if checks.layout_problems(config, ranks) else f"{max(held):.1f}")
+            if checks.layout_problems(config, ranks):
+                words.append("-")
+                continue
+            peak = plan_stage(config, ranks, DEVICE).peak_memory
+            words.append(f"{peak.item(TRANSIENT_ACTIVATIONS).device_bytes / GIB:.1f}")
         rows.append(words)
     return rows
 
@@ -276,7 +278,7 @@ def updating() -> list[list[str]]:
         for placement in ("device", "host"):
             config = with_overrides(
                 of_size("8B", length, 8 * length),
-                {"parallelism.dp_shard": 8, "memory.optimizer_placement": placement, "memory.recompute": "full",
+                {"memory.optimizer_placement": placement, "memory.recompute": "full",
                  "memory.offload": "inputs", "memory.mlp_tile_mib": 256, "memory.head_groups": 8 if length == M else 1},
             )  # fmt: skip
             plan = plan_stage(config, 8, DEVICE)
@@ -298,45 +300,23 @@ def render_svg(chart: LineChart) -> str:
     return svg.replace("</title>\n", f"</title>\n<style>{SVG_STYLE}</style>\n", 1)
 
 
-def tables(
-    cells: Sequence[Cell], strongly: Sequence[Cell], lengths: Sequence[Sequence[str]], folder: Path
-) -> Iterator[list[str]]:
-    """The generated parts of the page, in its order; pictures go to the folder."""
-    for model in MODELS:
-        yield grid(model, cells)
-    drawn, spent = strong(strongly)
-    (folder / "scaling_strong.svg").write_text(render_svg(drawn))
-    yield spent
+def without_searches(folder: Path) -> list[list[str]]:
+    """The last parts of the page, of meshes that are named; pictures go to the folder."""
     (folder / "scaling_methods.svg").write_text(render_svg(hidden("8B", M)))
     (folder / "scaling_methods_128k.svg").write_text(render_svg(hidden("8B", 128 * K)))
-    yield markdown(
-        ["model", "GPUs", "longest sequence", "with", "GiB of a device, of a node", "stopped by"],
-        lengths,
-    )
-    yield markdown(["ranks", "ring", "allgather", "ulysses"], gathered(M))
-    yield markdown(["micro-batches", "1F1B: bubble, MFU %", "Interleaved1F1B"], bubble())
-    yield markdown(["sequence", "on the device", "on the host"], updating())
-    yield published.report([*published.tables()])
+    return [
+        markdown(["ranks", "ring", "allgather", "ulysses"], gathered(4 * M)),
+        markdown(["micro-batches", "1F1B: bubble, MFU %", "Interleaved1F1B"], bubble()),
+        markdown(["sequence", "on the device", "on the host"], updating()),
+        published.report([*published.tables()]),
+    ]
 
 
-def fill(page: str, parts: Sequence[Sequence[str]]) -> str:
-    """The page with its generated parts replaced, one after the other."""
-    blocks = GENERATED.findall(page)
-    if len(blocks) != len(parts):
-        raise ValueError(f"the page has {len(blocks)} generated parts, not {len(parts)}")
-    texts = iter(parts)
-    return GENERATED.sub(lambda _: "\n".join((BEGIN, "", *next(texts), "", END)), page)
-
-
-def size(length: int) -> str:
-    return f"{length // M}M" if length >= M else f"{length // K}K"
-
-
-def main(words: Sequence[str]) -> None:
-    quick = "--quick" in words
-    gpus, lengths = ((8, 64), (8 * K, M)) if quick else (GPUS, LENGTHS)
-    models = ["8B"] if quick else [*MODELS]
-    counts = (8, 64) if quick else (8, 32, 128, 512, 2048, 8192, 16_384)
+def with_searches(*, is_toy: bool, folder: Path) -> list[list[str]]:
+    """The first parts of the page, of the fastest meshes; pictures go to the folder."""
+    gpus, lengths = ((8,), (8 * K, M)) if is_toy else (GPUS, LENGTHS)
+    models = ["8B"] if is_toy else [*MODELS]
+    counts = (8,) if is_toy else (8, 32, 128, 512, 2048, 8192, 16_384)
     calls: list[Callable[[], Cell]] = [
         partial(weak, *at) for at in ((m, n, t) for m in models for n in gpus for t in lengths)
     ]
@@ -344,7 +324,9 @@ def main(words: Sequence[str]) -> None:
     calls += [
         partial(cell, model, count, STRONG_LENGTH, STRONG) for model in models for count in counts
     ]
-    rows = [(model, count) for model in models for count in ((8,) if quick else (8, 32, 128, 512))]
+    rows = [
+        (model, count) for model in models for count in ((8,) if is_toy else (8, 32, 128, 512))
+    ]
     with ProcessPoolExecutor(max_workers=2) as pool:
         futures = [pool.submit(call) for call in calls]
         reached = [pool.submit(most, *row) for row in rows]
@@ -352,11 +334,38 @@ def main(words: Sequence[str]) -> None:
         for number, future in enumerate(futures, 1):
             cells.append(future.result())
             sys.stderr.write(f"{number} of {len(futures)} searches\n")
-        folder = DOCS.parent / "outputs" / "scaling" if quick else DOCS
-        folder.mkdir(parents=True, exist_ok=True)
-        parts = list(
-            tables(cells[:ends], cells[ends:], [each.result() for each in reached], folder)
-        )
+        longest = [each.result() for each in reached]
+    drawn, spent = strong(cells[ends:])
+    (folder / "scaling_strong.svg").write_text(render_svg(drawn))
+    heading = ["model", "GPUs", "longest sequence", "with", "GiB of a device, of a node"]
+    return [
+        *(grid(model, cells[:ends]) for model in MODELS),
+        spent,
+        markdown([*heading, "stopped by"], longest),
+    ]
+
+
+def fill(page: str, parts: Sequence[Sequence[str]]) -> str:
+    """The page with the last of its generated parts replaced, one after the other."""
+    blocks = GENERATED.findall(page)
+    texts = ["\n".join((BEGIN, "", *part, "", END)) for part in parts]
+    kept = len(blocks) - len(texts)
+    if kept < 0:
+        raise ValueError(f"the page has {len(blocks)} generated parts, not {len(texts)}")
+    found = iter([*blocks[:kept], *texts])
+    return GENERATED.sub(lambda _: next(found), page)
+
+
+def size(length: int) -> str:
+    return f"{length // M}M" if length >= M else f"{length // K}K"
+
+
+def main(words: Sequence[str]) -> None:
+    is_toy = "--toy" in words
+    folder = DOCS.parent / "outputs" / "scaling" if is_toy else DOCS
+    folder.mkdir(parents=True, exist_ok=True)
+    searched = [] if "--without-searches" in words else with_searches(is_toy=is_toy, folder=folder)
+    parts = searched + without_searches(folder)
     (folder / "scaling.md").write_text(fill((DOCS / "scaling.md").read_text(), parts))
 
 

@@ -1,4 +1,4 @@
-"""Steps on one GPU as they were measured, beside plans by traces and by formulas.
+"""Steps on one GPU as they were measured, beside plans by traces.
 
     python -m benchmarks.traced_rows FILE
 
@@ -20,12 +20,12 @@ from benchmarks.gpu_steps import StepCase
 from benchmarks.measured import newest
 from trainer.hardware.device_specs import load_device
 from trainer.hardware.host import GIB
-from trainer.plan.plan import plan_stage
-from trainer.plan.traced_plan import traced
+from trainer.plan.run_plan import plan_stage
 
 HEADER = (
-    *("model", "tokens", "options", "measured GiB", "traced", "off by", "estimated", "off by"),
-    *("measured s", "traced", "off by", "estimated", "off by"),
+    *("model", "tokens", "options"),
+    *("measured GiB", "traced", "off by"),
+    *("measured s", "traced", "off by"),
 )
 CHUNK = "--memory.loss_chunk_mib"
 
@@ -42,26 +42,20 @@ def compared(row: Mapping[str, Any]) -> list[str]:
         if CHUNK in row["options"]
         else f"{row['options']} {CHUNK} {row.get('loss_chunk_mib', 256)}"
     )
-    formulas = plan_stage(
-        StepCase(row["model"], row["tokens"], options).config(), 1, load_device("h200")
-    )
-    plan = traced(formulas)
-    gib = [each.peak_memory.device_bytes / GIB for each in (plan, formulas)]
-    seconds = [each.step_seconds for each in (plan, formulas)]
-    cells = [
+    config = StepCase(row["model"], row["tokens"], options).config()
+    plan = plan_stage(config, 1, load_device("h200"))
+    gib = plan.peak_memory.device_bytes / GIB
+    return [
         row["model"],
         f"{row['tokens'] // K}K",
         row["options"].replace("--", "").replace("memory.", ""),
+        *_beside(row["peak_gib"], gib, "{:.2f}"),
+        *_beside(row["s_step"], plan.step_seconds, "{:.4g}"),
     ]
-    return (
-        cells + _beside(row["peak_gib"], gib, "{:.2f}") + _beside(row["s_step"], seconds, "{:.4g}")
-    )
 
 
-def _beside(measured: float, found: Sequence[float], form: str) -> list[str]:
-    return [form.format(measured)] + [
-        cell for each in found for cell in (form.format(each), f"{each / measured - 1:+.1%}")
-    ]
+def _beside(measured: float, found: float, form: str) -> list[str]:
+    return [form.format(measured), form.format(found), f"{found / measured - 1:+.1%}"]
 
 
 def main(argv: Sequence[str]) -> int:

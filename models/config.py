@@ -386,15 +386,6 @@ class ModelConfig(ExpertConfig):
         """Elements active per token: all `count`, or top_k / num_experts of them."""
         return count * self.top_k // self.num_experts if parameter.per_expert else count
 
-    def saved_width(self, kind: LayerKind) -> int:
-        """Numbers that autograd saves of a token in such a block, besides those of norms."""
-        of_experts = (
-            self.top_k * (self.dim + 2 * self.expert_dim) if kind.feed_forward == "moe" else 0
-        )
-        return of_experts + sum(
-            self.sizes[letter] for each in kind.sublayers.values() for letter in each.saved
-        )
-
     def attention_flops(self, kinds: Iterable[LayerKind], pairs: float) -> float:
         """FLOPs of the forward pass of attention in these layers: two products per pair of tokens;
         `pairs` is the mean over the layers.

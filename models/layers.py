@@ -127,10 +127,6 @@ class SublayerKind(NamedTuple):
     """
     options: frozenset[str] = frozenset()
     """The fields of `LayerKind` that it reads, besides those that parameters depend on."""
-    saved: str = ""
-    """Activations that autograd saves, a number per token each: letters of their widths, as in a
-    parameter's shape.
-    """
     attends: bool = False
     """Whether it computes scores of token pairs: with matrix products all FLOPs that are
     counted.
@@ -218,7 +214,6 @@ MIXERS = {
             "sinks": Parameter("N", "colwise", "self_attn.sinks", "zeros", "sink"),
         },
         options=frozenset({"rope", "window", "softcap"}),
-        saved="QKKQ",
         attends=True,
     )
 }
@@ -230,7 +225,6 @@ FEED_FORWARDS = {
             "down_proj.weight": Parameter("EG", "rowwise", "mlp.down_proj.weight", "residual"),
         },
         options=frozenset({"activation"}),
-        saved="GG",
     ),
     "moe": SublayerKind(
         {

@@ -139,7 +139,7 @@ EXTRAS=$(echo {arguments("ARG")[0].partition("=")[2]})
     environment = " ".join(arguments("ENV"))
     checked = f"""
 cd /runs
-su longhaul --command "PATH=$PATH longhaul plan --config llama3_8b --quick | head -2; touch /runs/mine; id -un"
+su longhaul --command "PATH=$PATH longhaul plan --config debug | head -2; touch /runs/mine; id -un"
 chown 4321 /runs
 setpriv --reuid 4321 --regid 4321 --clear-groups env -i PATH=$PATH {environment} \\
     longhaul selfcheck --config debug --parallelism.cp 2

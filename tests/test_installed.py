@@ -131,7 +131,7 @@ def test_one_name_is_installed(wheel: Path) -> None:
         (("evaluate", "--help"), "evaluate perplexity"),
         (("completion", "bash"), "complete -o filenames -F _longhaul longhaul"),
         (("completion", "zsh"), "--training.seq_len"),
-        (("plan", "--config", "llama3_8b", "--quick"), "FITS"),
+        (("plan", "--config", "debug"), "FITS"),
         (("prepare", "--config", "run.toml"), "documents"),
         pytest.param(
             ("train", "--config", "run.toml"), "done: all 2 steps", marks=pytest.mark.slow

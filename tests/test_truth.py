@@ -39,11 +39,10 @@ from trainer.data.sequences import BlendedDataset
 from trainer.data.tokenizer import ByteTokenizer
 from trainer.evaluation.needle import FillerText, NeedleDataset, PasskeySentences, evaluate_length
 from trainer.metrics.step_metrics import MetricAccumulator, position_bucket_names
-from trainer.plan.memory_estimate import rank_memory
-from trainer.plan.rank_workload import attention_pairs
 from trainer.step.build import ParallelModel
 from trainer.step.lr_schedule import lr_factor
 from trainer.step.process_group import process_group
+from trainer.trace.record import trace_step
 
 WINDOWS = (None, 1, 2, 3, 5, 8, 100)
 DOCUMENTS = ([1], [7], [16], [3, 1, 5], [1, 1, 1], [9, 2, 4, 1])
@@ -119,11 +118,15 @@ def test_a_rank_counts_the_keys_that_its_queries_see(
 
 @pytest.mark.parametrize(
     ("method", "layout"),
-    [(method, each) for method, layouts in LAYOUTS_BY_ROTATE_METHOD.items() for each in layouts],
+    [
+        pytest.param(
+            method, each, marks=[pytest.mark.slow] * ((method, each) != ("ring", "contiguous"))
+        )
+        for method, layouts in LAYOUTS_BY_ROTATE_METHOD.items()
+        for each in layouts
+    ],
 )
-def test_the_planner_counts_the_pairs_of_the_busiest_rank(
-    method: RotateMethod, layout: str
-) -> None:
+def test_traces_attend_to_the_pairs_of_every_rank(method: RotateMethod, layout: str) -> None:
     options = {
         "parallelism.cp": 2,
         "parallelism.cp_method": method,
@@ -131,16 +134,20 @@ def test_the_planner_counts_the_pairs_of_the_busiest_rank(
     }
     sizes = {
         "training.seq_len": 64,
+        "training.global_batch_size": 1,
         "model.num_layers": 3,
         "model.layers": '[{"window":5},{"window":16},{}]',
     }
-    rank = rank_memory(memory_grid.configured({"data.corpus": "copy", **sizes, **options}), 2, 0)
-    kind: Any = rank.layout.kind
-    queries = queries_by_rank(BatchLayout(kind, 2, starts([64])), 2)
-    for window in (5, 16, None):
-        allowed = truth.mask([0] * 64, window)
-        busiest = max(sum(sum(allowed[query]) for query in of_rank) for of_rank in queries)
-        assert attention_pairs(rank, window) == busiest
+    config = memory_grid.configured({"data.corpus": "copy", **sizes, **options})
+    model = config.model.build()
+    kind: Any = config.context_plan().resolved_layout
+    for rank, queries in enumerate(queries_by_rank(BatchLayout(kind, 2, starts([64])), 2)):
+        pairs = 0
+        for window in (5, 16, None):
+            allowed = truth.mask([0] * 64, window)
+            pairs += sum(sum(allowed[query]) for query in queries)
+        found = trace_step(config, 2, rank).whole.work.attention_flops["forward"]
+        assert found == 4 * model.num_heads * model.head_dim * pairs
 
 
 # ---- FLOPs

@@ -138,13 +138,6 @@ def halo_fits(received: int, tokens_per_rank: int, rotate_method: str) -> bool:
     return rotate_method == "allgather" or received <= 2 * tokens_per_rank
 
 
-def halo_traffic(halo: tuple[int, int]) -> tuple[int, int]:
-    """Orders (sent, received) tokens of ranks by traffic: keys are sent more often than their
-    gradients are returned.
-    """
-    return sum(halo), halo[0]
-
-
 @lru_cache(maxsize=64)
 def _token_spans(layout: SeqLayout) -> tuple[tuple[TokenSpan, ...], ...]:
     kind = require_divisible(layout.kind, layout.ring_degree, layout.num_tokens)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -26,9 +27,8 @@ from trainer.hardware.attention_choice import with_attention_choice
 from trainer.hardware.attention_kernels import attention_choices, fastest_first
 from trainer.hardware.device_specs import DeviceSpec, device_names, load_device
 from trainer.hardware.spec_tables import table_attention_rates
-from trainer.plan.memory_estimate import rank_memory
-from trainer.plan.plan import plan_stage
-from trainer.plan.step_time import RankTimeModel
+from trainer.plan.run_plan import plan_stage
+from trainer.trace.answers import traced_rank_steps
 
 H100, A100, B200 = (load_device(name) for name in ("h100-80gb", "a100-80gb", "b200"))
 
@@ -81,29 +81,49 @@ def test_a_device_without_a_table_takes_what_those_of_its_generation_take(
     ("table", "options", "choice", "of_full", "of_windows"),
     [
         ("h100-80gb", (), CUDNN_AND_FLASH, "cudnn", "flash"),
-        ("h100-80gb", ("--training.seq_len=2048",), CUDNN_AND_FLASH, "flash", "flash"),
-        ("a100-80gb", (), "flash", "flash", "flash"),
-        ("h100-80gb", ("--training.dtype=float32",), "efficient", "efficient", "efficient"),
+        pytest.param(
+            "h100-80gb",
+            ("--training.seq_len=2048",),
+            CUDNN_AND_FLASH,
+            "flash",
+            "flash",
+            marks=pytest.mark.slow,
+        ),
+        pytest.param("a100-80gb", (), "flash", "flash", "flash", marks=pytest.mark.slow),
+        pytest.param(
+            "h100-80gb",
+            ("--training.dtype=float32",),
+            "efficient",
+            "efficient",
+            "efficient",
+            marks=pytest.mark.slow,
+        ),
     ],
 )
-def test_plan_and_estimate_count_the_kernels_that_a_run_chooses(
+def test_plan_and_trace_count_the_kernels_that_a_run_chooses(
     table: str, options: tuple[str, ...], choice: str, of_full: str, of_windows: str
 ) -> None:
     config = load(
-        ["--config=gemma3_4b_128k", "--data.corpus=copy", f"--plan.device={table}", *options]
+        [
+            "--config=gemma3_4b_128k",
+            "--model.num_layers=6",
+            "--training.compile=false",
+            "--data.corpus=copy",
+            f"--plan.device={table}",
+            *options,
+        ]
     )
     known = load_device(table)
     assert choices(config, known)[0] == choice
     assert plan_stage(config, 8, known).config.training.attention == choice
-    rank = rank_memory(config, 8, 0)
-    found = {kind.window is None: block.kernel for kind, block in rank.blocks.items()}
-    assert found == {True: of_full, False: of_windows}
-    (window,) = config.model.build().windows
-    model = RankTimeModel(config, 8, 0, known, {})
-    fast, slow = (known.attention_rates(kernel, 256)[0] for kernel in (of_full, of_windows))
-    assert model.attention_rates(None)["forward"] > model.attention_rates(window)["forward"]
-    assert model.attention_rates(None)["forward"] < fast
-    assert model.attention_rates(window)["forward"] < slow
+    found = defaultdict[bool, set[str]](set)
+    (step,) = traced_rank_steps(with_attention_choice(config, known), 8)
+    for index in step.order:
+        piece = step.pieces[index]
+        if isinstance(piece.place.unit, int):
+            window = step.windows[piece.place.stage, piece.place.unit]
+            found[window is None] |= {key.kernel for key in piece.work.attention}
+    assert found == {True: {of_full}, False: {of_windows}}
 
 
 def test_a_flash_version_is_chosen_where_it_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -133,14 +153,13 @@ def test_a_plan_refuses_a_kernel_that_the_device_cannot_run(
 
 
 def test_a_table_of_another_measurement_changes_the_choice(tmp_path: Path) -> None:
-    """Someone whose cuDNN is slow gets flash, in the plan and in the estimate."""
+    """Someone whose cuDNN is slow gets flash."""
     path = tmp_path / "slow.toml"
     path.write_text(
         'extends = "h100-80gb"\n[attention.cudnn]\nwidth_128 = { forward = 100, backward = 100, source = "me" }\n'
     )
     config = configured(f"--plan.device={path}")
     assert plan_stage(config, 8, load_device(str(path))).config.training.attention == "flash"
-    assert rank_memory(config, 8, 0).block.kernel == "flash"
 
 
 # ---- on a device

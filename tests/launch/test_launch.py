@@ -259,6 +259,14 @@ def test_check_prints_the_configuration_and_starts_nothing(launch: Launch) -> No
     assert (done.returncode, done.stderr) == (0, "")
     assert tomli.loads(done.stdout)["training"]["steps"] == 7
     assert "# mesh of 4 processes" in done.stdout
+    assert "# memory is predicted where devices are known: set plan.device" in done.stdout
+
+
+def test_check_predicts_memory_where_a_device_is_known(launch: Launch) -> None:
+    words = ("--plan.device", "h100-80gb", "--memory.recompute", "auto")
+    done = launch("--check", "--parallelism.dp_shard", "4", *words)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert '# memory options that are "auto": memory.recompute = "none"' in done.stdout
     assert "# predicted peak memory per rank: " in done.stdout
 
 

@@ -24,7 +24,6 @@ SHIFT = SublayerKind(
         "in_proj.weight": Parameter("QE", "colwise", "shift.in_proj.weight"),
         "o_proj.weight": Parameter("EQ", "rowwise", "shift.o_proj.weight", "residual"),
     },
-    saved="QQ",
     in_pieces=False,
 )
 SQUARED = SublayerKind(
@@ -32,7 +31,6 @@ SQUARED = SublayerKind(
         "up_proj.weight": Parameter("GE", "colwise", "mlp.up_proj.weight"),
         "down_proj.weight": Parameter("EG", "rowwise", "mlp.down_proj.weight", "residual"),
     },
-    saved="G",
 )
 UNEVEN = {
     "attention": {

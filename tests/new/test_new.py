@@ -25,9 +25,8 @@ from trainer.launch import launcher
 from trainer.new import __main__ as new_command
 from trainer.new.__main__ import main
 from trainer.new.choices import Choices
-from trainer.plan.plan import plan_stage
+from trainer.plan.run_plan import plan_stage
 from trainer.plan.search import search
-from trainer.plan.traced_plan import traced
 from trainer.slurm.__main__ import main as slurm_main
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -74,7 +73,7 @@ def test_the_configuration_passes_the_check_and_is_the_best_of_the_search(
     # The search asks for no layout: what the file says of it does not count.
     best = search(written, 8, load_device("h200")).best[0]
     assert best.mesh["cp"] * best.mesh["tp"] > 1
-    planned = traced(plan_stage(written, 8, load_device("h200")))
+    planned = plan_stage(written, 8, load_device("h200"))
     assert planned.config.parallelism == best.config.parallelism
     assert planned.config.memory == best.config.memory
     assert planned.step_seconds == best.step_seconds

@@ -143,6 +143,9 @@ class Touched(TorchDispatchMode):
                 return OPERATORS[function](*args, **(kwargs or {}))
         out = function(*args, **(kwargs or {}))
         name = function._schema.name.partition("::")[2]
+        if function.namespace == "fsdp":
+            # Copies of weights and gradients, into tensors that are given.
+            self.bytes += sum(x.nbytes for x in _tensors((args, kwargs)))
         if (
             function.namespace == "aten"
             and not name.startswith(UNTOUCHED)

@@ -7,6 +7,7 @@ from __future__ import annotations
 import random
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import partial
 
 import pytest
@@ -15,7 +16,7 @@ from trainer.config.job_config import Config
 from trainer.hardware.device_specs import DeviceSpec, load_device
 from trainer.plan.plan import TrainingPlan
 from trainer.plan.rough import RoughPlan
-from trainer.plan.traced_plan import Trace, TracedPlan
+from trainer.plan.tracing import Trace
 from trainer.trace.pieces import OPTIMIZER, Piece, Place, Work
 from trainer.trace.rank_step import RankStep
 from trainer.trace.tensors import MemoryEstimate, MemoryTensor
@@ -63,7 +64,16 @@ def made_up_rank_steps(
     ]
 
 
-def made_up_plan(plan: TrainingPlan, *, spread: float = 0, memory: float = 1) -> TracedPlan:
+@dataclass(frozen=True)
+class MadeUpPlan(TrainingPlan):
+    steps: tuple[RankStep, ...] = ()
+
+    @property
+    def rank_steps(self) -> Sequence[RankStep]:
+        return self.steps
+
+
+def made_up_plan(plan: TrainingPlan, *, spread: float = 0, memory: float = 1) -> MadeUpPlan:
     """`spread`: shares of MEMORY_SPREAD and SECONDS_SPREAD by which estimates of a mesh are off.
     Ways to recompute differ half as much from each other in memory.
     """
@@ -76,9 +86,7 @@ def made_up_plan(plan: TrainingPlan, *, spread: float = 0, memory: float = 1) ->
     steps = made_up_rank_steps(
         plan.config, plan.world_size, device=plan.device, memory=memory, seconds=seconds
     )
-    return TracedPlan(
-        plan.config, plan.world_size, plan.device, plan.name, rank_steps=tuple(steps)
-    )
+    return MadeUpPlan(plan.config, plan.world_size, plan.device, plan.name, steps=tuple(steps))
 
 
 def made_up_traces(*, spread: float = 0, memory: float = 1) -> Trace:
@@ -92,5 +100,5 @@ def made_up_traces(*, spread: float = 0, memory: float = 1) -> Trace:
 
 def make_up_traces(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every trace of this process is made up."""
-    monkeypatch.setattr("trainer.plan.traced_plan.traced_rank_steps", made_up_rank_steps)
+    monkeypatch.setattr("trainer.plan.plan.traced_rank_steps", made_up_rank_steps)
     monkeypatch.setattr("trainer.plan.tracing.is_known", lambda *_: True)

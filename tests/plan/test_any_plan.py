@@ -11,15 +11,15 @@ from math import isfinite, prod
 import pytest
 
 from models.presets import FAMILIES
+from tests.plan.made_up_traces import made_up_traces
 from trainer.config import checks
 from trainer.config.job_config import Config
 from trainer.config.parse import load
 from trainer.errors import ConfigError
-from trainer.hardware.device_specs import device_names, load_device
-from trainer.plan.memory_estimate import phase_estimates, rank_memory
-from trainer.plan.plan import plan_stage
+from trainer.hardware.device_specs import DeviceSpec, device_names, load_device
 from trainer.plan.report import plan_report
-from trainer.plan.run_plan import plan_run
+from trainer.plan.run_plan import RunPlan, plan_run
+from trainer.plan.tracing import Trace, traced_plans
 
 DEVICES = tuple(device_names())
 SEVERAL = (1, 1, 2, 3, 4, 8, 16)
@@ -73,21 +73,32 @@ def draw(rng: random.Random, family: str) -> tuple[Config, int]:
     raise AssertionError(f"no legal configuration of {family}")
 
 
-@pytest.mark.parametrize("count", [4, pytest.param(2000, marks=pytest.mark.slow)])
-def test_any_plan_is_made_and_nothing_in_it_is_negative(count: int) -> None:
+def planned(config: Config, world_size: int, device: DeviceSpec, trace: Trace) -> RunPlan | None:
+    """None if every candidate breaks a rule, or if a pipeline shares too small a host budget."""
+    try:
+        return plan_run(config, world_size, device, trace=trace)
+    except ConfigError:
+        is_shared = config.memory.host_budget_gib is not None and config.parallelism.pp > 1
+        assert config.memory.recompute == "auto" or is_shared
+        return None
+
+
+@pytest.mark.parametrize(
+    ("count", "trace"),
+    [(20, made_up_traces()), pytest.param(2000, traced_plans, marks=pytest.mark.slow)],
+)
+def test_any_plan_is_made_and_nothing_in_it_is_negative(count: int, trace: Trace) -> None:
     rng = random.Random(0)
     families = cycle(FAMILIES)
     for name, family in islice(zip(cycle(DEVICES), families, strict=False), count):
         (config, world_size), device = draw(rng, family), load_device(name)
-        try:
-            found = plan_stage(config, world_size, device)
-        except ConfigError:  # Every candidate breaks a rule.
-            assert config.memory.recompute == "auto"
+        run = planned(config, world_size, device, trace)
+        if run is None:
             continue
-        for rank in range(found.config.parallelism.pp):
-            for moment in phase_estimates(rank_memory(found.config, world_size, rank)):
-                assert all(each.bytes >= 0 for each in moment.tensors), (config, moment)
+        (found,) = run.stages
+        for moment in found.memory_by_pp_rank:
+            assert all(each.bytes >= 0 for each in moment.tensors), (config, moment)
         assert isfinite(found.step_seconds), config
         assert found.step_seconds > 0, config
         assert all(each >= 0 for each in found.step_time.busiest.breakdown().values()), config
-        assert plan_report(plan_run(config, world_size, device), curve=False, why=True).sections
+        assert plan_report(run, why=True).sections

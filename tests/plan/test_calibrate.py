@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from typing import Any
+
 import pytest
 
 from trainer.config.job_config import Config
 from trainer.hardware.device_specs import DeviceSpec, load_device
 from trainer.hardware.host import node_memory_bytes
 from trainer.plan import calibrate
-from trainer.plan.interconnect import group_topologies
-from trainer.plan.memory_estimate import rank_memory
-from trainer.plan.rank_workload import rank_workload
-from trainer.plan.step_time import RankTimeModel
+from trainer.plan.rank_clock import DeviceRates
+from trainer.trace.pieces import AttentionKey, ProductKey, Work
 
 SIDE = 2048
 TOKENS = 1024
@@ -31,45 +32,33 @@ def device(tmp_path_factory: pytest.TempPathFactory) -> DeviceSpec:
     return load_device(str(path))
 
 
-def time_model(device: DeviceSpec, **training: object) -> RankTimeModel:
-    """Of one Llama 3.2 1B, whose width is SIDE."""
-    sections = {"model": {"family": "llama3.2", "size": "1b"}, "memory": {"loss_chunk_mib": 4096}}
-    values = {
-        "seq_len": TOKENS,
-        "global_batch_size": 4,
-        "micro_batch_size": 4,
-        "compile": False,
-    } | training
-    config = Config.model_validate(sections | {"training": values})
-    return RankTimeModel(config, 1, 0, device, group_topologies(config, 1, device))
+def seconds(device: DeviceSpec, *, kernel: str = "auto", **work: Counter[Any]) -> float:
+    """Of kernels on the device."""
+    config = Config.model_validate({"training": {"attention": kernel}})
+    return sum(DeviceRates(config, device, {}).compute(Work(**work)).seconds.values())
 
 
 def test_a_product_of_the_measured_size_takes_the_measured_seconds(device: DeviceSpec) -> None:
-    model = time_model(device)
-    assert (model.rank.model.dim, model.rank.tokens >= SIDE) == (SIDE, True)
-    assert 2 * SIDE**3 / model.head_rate == pytest.approx(SECONDS, rel=1e-3)
+    products = Counter({ProductKey("forward", SIDE): 2 * SIDE**3})
+    assert seconds(device, products=products) == pytest.approx(SECONDS, rel=1e-3)
 
 
 @pytest.mark.parametrize("kernel", ["flash", "cudnn", "plain"])
+@pytest.mark.parametrize(("phase", "products"), [("forward", 2), ("backward", 5)])
 def test_attention_of_the_measured_length_takes_the_measured_seconds(
-    device: DeviceSpec, kernel: str
+    device: DeviceSpec, kernel: str, phase: str, products: int
 ) -> None:
-    rates = time_model(device, attention=kernel).attention_rates(None)
     heads = 8
     head_dim = 64
-    pairs = TOKENS * (TOKENS + 1) / 2
-    for phase, products in (("forward", 2), ("backward", 5)):
-        assert products * 2 * heads * head_dim * pairs / rates[phase] == pytest.approx(
-            SECONDS, rel=1e-3
-        )
+    pairs = TOKENS * (TOKENS + 1) // 2
+    key = AttentionKey(phase, kernel, TOKENS, head_dim)
+    attention = Counter({key: products * 2 * heads * head_dim * pairs})
+    assert seconds(device, kernel=kernel, attention=attention) == pytest.approx(SECONDS, rel=1e-3)
 
 
 def test_bytes_move_at_the_measured_rate(device: DeviceSpec) -> None:
-    model = time_model(device)
-    moved = rank_workload(rank_memory(model.config, 1, 0)).memory_traffic["forward"]
-    assert model.memory_seconds("forward") == pytest.approx(
-        moved / (2 * BYTES) * SECONDS, rel=1e-3
-    )
+    moved = Counter({"forward": 2 * BYTES})
+    assert seconds(device, moved_bytes=moved) == pytest.approx(SECONDS, rel=1e-3)
 
 
 def test_a_cpu_has_the_memory_of_its_machine(device: DeviceSpec) -> None:

@@ -1,6 +1,4 @@
-"""Closed formulas for communication, FLOPs and memory traffic against real steps, counted call by
-call.
-"""
+"""Communication, FLOPs and memory traffic of traces against real steps, counted call by call."""
 
 from __future__ import annotations
 
@@ -11,33 +9,15 @@ import pytest
 
 from tests.plan.counted_steps import Counted, Key, count, touched
 from tests.ranks import run_ranks
+from tests.trace import small_steps
+from tests.trace.small_steps import FULL, HALF, KEEP
 from trainer.config import checks
 from trainer.config.job_config import Config
-from trainer.config.parse import load
-from trainer.plan.comm_volume import CommVolume, comm_volumes
-from trainer.plan.memory_estimate import rank_memory
-from trainer.plan.rank_workload import attention_pairs, rank_workload
+from trainer.trace.pieces import Work
+from trainer.trace.record import TracedStep, trace_pp_ranks
 
 # All messages but those of norms exceed MIN_COUNTED_BYTES.
-MODEL = {
-    "data.corpus": "copy",
-    "model.vocab_size": 264,
-    "model.dim": 128,
-    "model.num_layers": 3,
-    "model.num_heads": 4,
-    "model.num_kv_heads": 2,
-    "model.head_dim": 32,
-    "model.ffn_dim": 384,
-    "memory.loss_chunk_mib": 1,
-    "memory.recompute": "none",
-    "training.seq_len": 256,
-    "training.steps": 4,
-    "training.dtype": "float32",
-    "training.global_batch_size": 4,
-}
-FULL = "memory.recompute=full"
-KEEP = "memory.recompute=keep_attention"
-HALF = "training.dtype=bfloat16"
+SHORT = "memory.recompute=none training.seq_len=256 training.global_batch_size=4"
 TIED = "model.tie_embeddings=true"
 TP = "parallelism.tp=2"
 CP = "parallelism.cp=2 parallelism.cp_method="
@@ -108,8 +88,7 @@ MORE = {
 
 
 def configured(changes: str = "") -> Config:
-    values = MODEL | dict(change.split("=") for change in changes.split())
-    return load([f"--{key}={value}" for key, value in values.items()])
+    return small_steps.configured(f"{SHORT} {changes}")
 
 
 def counted(cases: tuple[str, ...]) -> list[Counted]:
@@ -122,32 +101,33 @@ def compare(world_size: int, cases: tuple[str, ...]) -> None:
     ):
         config = configured(case)
         assert checks.problems(config, world_size) == [], case
+        steps = trace_pp_ranks(config, world_size)
         for found in ranks:
-            compare_traffic(
-                case, config, found, comm_volumes(rank_memory(config, world_size, found.pp_rank))
-            )
-        for pp_rank in {found.pp_rank for found in ranks}:
-            predicted = rank_workload(rank_memory(config, world_size, pp_rank))
+            compare_messages(case, config, found, steps[found.pp_rank].whole.work)
+        for pp_rank, step in enumerate(steps):
             there = [found for found in ranks if found.pp_rank == pp_rank]
             for found in there:
-                assert sum(predicted.matmul_flops.values()) == found.matmul_flops, case
-            rank = rank_memory(config, world_size, pp_rank)
+                assert step.whole.work.matmul_flops.total() == found.matmul_flops, case
             busiest = max(found.pairs for found in there)
             padded = 0.02 if "seq_len=250" in case else 0
-            assert attention_pairs(rank) * rank.num_micro_batches == pytest.approx(
-                busiest, rel=padded, abs=0
-            ), case
+            assert attended_pairs(config, step) == pytest.approx(busiest, rel=padded, abs=0), case
 
 
-def compare_traffic(
-    case: str, config: Config, found: Counted, predicted: list[CommVolume]
-) -> None:
+def attended_pairs(config: Config, traced: TracedStep) -> float:
+    """(query, key) pairs per head of a layer, over the step's micro-batches."""
+    model = config.model.build()
+    layers = sum(len(blocks.originals) for blocks in traced.short.stages.values())
+    heads = model.num_heads // config.parallelism.tp
+    return traced.whole.work.attention_flops["forward"] / (4 * layers * heads * model.head_dim)
+
+
+def compare_messages(case: str, config: Config, found: Counted, work: Work) -> None:
     sizes = defaultdict[Key, float](float)
     calls = defaultdict[Key, float](float)
-    for message in predicted:
-        key = (message.channel, message.kind, message.phase != "forward")
-        sizes[key] += message.bytes
-        calls[key] += message.calls
+    for (channel, kind, phase), number in work.calls.items():
+        key = (channel, kind, phase == "backward")
+        sizes[key] += work.sent_bytes[channel, kind, phase]
+        calls[key] += number
     assert _sums(found.bytes, config) == pytest.approx(_sums(sizes, config), rel=1e-12), case
     assert _sums(found.calls, config) == _sums(calls, config), case
 
@@ -167,18 +147,23 @@ def _sums(found: Mapping[Key, float], config: Config) -> dict[Key, float]:
 @pytest.mark.parametrize(
     "world_size", [1, *(pytest.param(size, marks=pytest.mark.slow) for size in (2, 4))]
 )
-def test_formulas_match_counted_steps(world_size: int) -> None:
+def test_traces_match_counted_steps(world_size: int) -> None:
     compare(world_size, CASES[world_size])
 
 
 @pytest.mark.ranks
 @pytest.mark.slow
-@pytest.mark.parametrize("world_size", MORE)
-def test_formulas_match_counted_steps_on_more_meshes(world_size: int) -> None:
+@pytest.mark.parametrize(
+    "world_size",
+    [
+        2,
+        4,
+    ],
+)
+def test_traces_match_counted_steps_on_more_meshes(world_size: int) -> None:
     compare(world_size, MORE[world_size])
 
 
-# Small weights, since FSDP copies are not counted.
 MOVED = (
     "training.seq_len=2048 model.num_layers=2 training.dtype=bfloat16 training.global_batch_size=1"
 )
@@ -205,10 +190,14 @@ def counted_bytes(cases: tuple[str, ...]) -> list[int]:
 @pytest.mark.ranks
 @pytest.mark.slow
 @pytest.mark.parametrize("world_size", BOUND)
-def test_memory_traffic_is_estimated_within_10_percent(world_size: int) -> None:
+def test_traced_memory_traffic_is_that_of_the_operators(world_size: int) -> None:
+    """Within 2 %; within 3 % where ranks send KV, and within 5 % where they exchange heads, some of
+    whose copies only one of both counts.
+    """
     for case, *found in zip(
         BOUND[world_size], *run_ranks(counted_bytes, world_size, BOUND[world_size]), strict=True
     ):
-        rank = rank_memory(configured(case), world_size, 0, on_cpu=True)
-        predicted = sum(rank_workload(rank).memory_traffic.values())
-        assert predicted == pytest.approx(max(found), rel=0.1), case
+        (step,) = trace_pp_ranks(configured(case), world_size)
+        moved = step.whole.work.moved_bytes
+        limit = 0.05 if "ulysses" in case else 0.03 if "cp=" in case else 0.02
+        assert moved.total() - moved["step"] == pytest.approx(max(found), rel=limit), case

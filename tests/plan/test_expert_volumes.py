@@ -1,8 +1,7 @@
-"""Bytes of token dispatch that plans count, against those that ranks exchange."""
+"""Bytes of token dispatch that traces count, against those that ranks exchange."""
 
 from __future__ import annotations
 
-from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +14,10 @@ from parallelisms.mesh import collectives
 from tests.ranks import run_ranks
 from tests.system.in_process import configured, dataset_of
 from tests.system.runs import write_run
-from trainer.plan.comm_volume import comm_volumes
-from trainer.plan.memory_estimate import rank_memory
+from trainer.config.job_config import Config
 from trainer.step.process_group import World
 from trainer.step.trainer import Trainer
+from trainer.trace.record import trace_pp_ranks
 
 MIXTURE = (
     *(
@@ -46,22 +45,19 @@ CASES = {
 }
 
 
-def exchanged(folder: Path, options: tuple[str, ...]) -> tuple[dict[str, float], dict[str, float]]:
-    """Bytes of rows that this rank sends anywhere in a step, itself included, by size of a row;
-    and what the plan counts.
-    """
+def exchanged(folder: Path, options: tuple[str, ...]) -> tuple[int, Config]:
+    """Bytes of rows that this rank sends anywhere in a step, itself included."""
     config = configured(
         folder / "run.toml", folder / f"run-{distributed.get_rank()}", *MIXTURE, *options
     )
-    sent: Counter[str] = Counter()
+    sent = 0
     original = collectives.all_to_all_tokens_async
 
     def counted(
         group: ProcessGroup, x: Tensor, send_counts: list[int], receive_counts: list[int]
     ) -> Any:
-        sent["tokens" if x.ndim > 1 else "weights of experts"] += (
-            sum(send_counts) * x[:1].numel() * x.element_size()
-        )
+        nonlocal sent
+        sent += sum(send_counts) * x[:1].numel() * x.element_size()
         return original(group, x, send_counts, receive_counts)
 
     world = World(distributed.get_rank(), distributed.get_world_size(), torch.device("cpu"))
@@ -69,14 +65,7 @@ def exchanged(folder: Path, options: tuple[str, ...]) -> tuple[dict[str, float],
     with pytest.MonkeyPatch.context() as monkeypatch:
         monkeypatch.setattr(collectives, "all_to_all_tokens_async", counted)
         next(trainer.train_steps())
-    rank = rank_memory(config, world.size, 0, on_cpu=True)
-    planned = dict[str, float]()
-    for volume in comm_volumes(rank):
-        if volume.kind == "all_to_all" and ("tokens" in volume.what or "experts" in volume.what):
-            ranks = rank.ep if volume.channel == "ep" else rank.tp
-            what = volume.what.partition(" of the shared")[0]
-            planned[what] = planned.get(what, 0.0) + volume.bytes * ranks / (ranks - 1)
-    return dict(sent), planned
+    return sent, config
 
 
 @pytest.mark.ranks
@@ -87,11 +76,16 @@ def exchanged(folder: Path, options: tuple[str, ...]) -> tuple[dict[str, float],
         for number, name in enumerate(CASES)
     ],
 )
-def test_plans_count_the_bytes_of_token_dispatch(name: str, tmp_path: Path) -> None:
+def test_traces_count_the_bytes_of_token_dispatch(name: str, tmp_path: Path) -> None:
+    """Without what a rank sends to itself, and with as many rows on every rank."""
     write_run(tmp_path)
     found = run_ranks(exchanged, 2, tmp_path, CASES[name])
-    totals: Counter[str] = Counter()
-    for sent, _ in found:
-        totals.update(sent)
-    planned = found[0][1]
-    assert {what: total / 2 for what, total in totals.items()} == pytest.approx(planned)
+    total = sum(sent for sent, _ in found)
+    (step,) = trace_pp_ranks(found[0][1], 2)
+    work = step.whole.work
+    traced = sum(
+        work.sent_bytes[channel, "all_to_all", phase]
+        for channel, kind, phase in work.calls
+        if kind == "all_to_all" and channel in ("ep", "tp")
+    )
+    assert 2 * traced == pytest.approx(total / 2)

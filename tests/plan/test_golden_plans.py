@@ -15,12 +15,13 @@ def test_each_shipped_configuration_has_a_golden_plan() -> None:
     assert sorted(path.stem for path in PLANS.glob("*.txt")) == names()
 
 
+QUICK = ("debug", "debug_moe", "debug_window")
+"""Those whose traces take a second."""
+
+
 @pytest.mark.parametrize(
     "name",
-    [
-        pytest.param(name, marks=pytest.mark.slow if name == "llama3_405b_128k" else ())
-        for name in names()
-    ],
+    [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in names()],
 )
 def test_plans_match_the_golden_files(name: str) -> None:
     assert told(name) == (PLANS / f"{name}.txt").read_text(), (

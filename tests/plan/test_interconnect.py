@@ -10,17 +10,17 @@ import pytest
 
 from trainer.config.job_config import Config
 from trainer.hardware.device_specs import load_device
-from trainer.plan.comm_volume import CommVolume
 from trainer.plan.interconnect import (
     CALL_OVERHEAD,
     GroupTopology,
     bandwidth,
     group_topologies,
     latency,
-    message_seconds,
     used_domain_size,
 )
-from trainer.plan.plan import plan_stage
+from trainer.plan.plan import TrainingPlan
+from trainer.plan.rank_clock import DeviceRates
+from trainer.trace.pieces import Departure
 
 H100 = load_device("h100-80gb")
 GB200 = load_device("gb200")
@@ -84,10 +84,11 @@ def test_the_domain_of_a_single_node_is_used_whole() -> None:
 def test_a_plan_says_how_much_of_a_rack_it_uses() -> None:
     config = mesh(dp_shard=32, pp=8)
     note = "uses 64 of the 72 GPUs of each NVLink domain, so that no process group straddles one"
-    assert note in plan_stage(config, 256, GB200).assumptions
-    stated = plan_stage(config, 256, replace(GB200, link_domain_used=36)).assumptions
+    assert note in TrainingPlan(config, 256, GB200).assumptions
+    stated = TrainingPlan(config, 256, replace(GB200, link_domain_used=36)).assumptions
     assert "uses 36 of the 72 GPUs of each NVLink domain, as [link] used states" in stated
-    assert not any("NVLink" in note for note in plan_stage(mesh(dp_shard=8), 8, GB200).assumptions)
+    few = TrainingPlan(mesh(dp_shard=8), 8, GB200)
+    assert not any("NVLink" in note for note in few.assumptions)
 
 
 def test_every_channel_has_a_topology() -> None:
@@ -146,15 +147,6 @@ def test_ring_latency_counts_one_network_step_per_further_node() -> None:
 
 
 def test_message_time_is_volume_plus_latency() -> None:
-    message = CommVolume(
-        channel="tp",
-        kind="all_gather",
-        phase="forward",
-        what="hidden states",
-        bytes=36e9,
-        calls=100,
-    )
-    groups = {"tp": GroupTopology(2, 2, 1)}
-    assert message_seconds(message, groups, H100) == pytest.approx(
-        0.1 + 100 * (CALL_OVERHEAD + H100.link_latency)
-    )
+    rates = DeviceRates(mesh(tp=2), H100, {"tp": GroupTopology(2, 2, 1)})
+    message = Departure(("tp", "all_gather", "forward"), 36e9, number=1, calls=100)
+    assert rates.message(message) == pytest.approx(0.1 + 100 * (CALL_OVERHEAD + H100.link_latency))

@@ -6,6 +6,7 @@ import json
 import re
 import sys
 import tomllib
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -17,41 +18,62 @@ from trainer.hardware.device_specs import detect_device, load_device
 from trainer.launch import launcher
 from trainer.metrics.prediction import MEASURED_STEPS, Prediction
 from trainer.plan.__main__ import main
-from trainer.plan.plan import plan_stage
+from trainer.plan.run_plan import plan_stage
 
 FITS = ["--config", "llama3_8b_1m", "--device", "h100-80gb"]
 
 
-@pytest.fixture(autouse=True)
-def empty_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+@pytest.fixture
+def made_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    make_up_traces(monkeypatch)
 
 
-def test_a_run_is_planned_from_a_trace_unless_it_has_to_be_quick(
-    capsys: pytest.CaptureFixture[str],
+@pytest.fixture
+def no_suggestions(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each takes a trace."""
+    monkeypatch.setattr("trainer.plan.__main__.suggestions", lambda *_: [])
+
+
+@pytest.mark.usefixtures("no_suggestions")
+def test_a_plan_names_the_code_that_allocates_what_it_counts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    command = ["--config", "debug", "--device", "h100-80gb", "--why"]
-    assert main(command) == 0
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    assert main(["--config", "debug", "--device", "h100-80gb", "--why"]) == 0
     said = capsys.readouterr().out
-    assert "planned from a trace" in said
     assert "gradients, allocated in models/linear.py:" in said
-    assert main([*command, "--quick"]) == 0
-    assert "from a trace" not in capsys.readouterr().out
-
-
-def test_a_run_that_fits_exits_with_0(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([*FITS, "--world-size", "32", "--quick"]) == 0
-    said = capsys.readouterr().out
-    assert said.startswith("llama3_8b_1m on 32 x h100-80gb (4 nodes)\nFITS: ")
-    for part in ("MFU", "device hours", "saved activations", "attention", "saves"):
+    for part in ("MFU", "device hours", "saved activations", "attention"):
         assert part in said
 
 
+@pytest.mark.usefixtures("made_up")
+def test_a_run_that_fits_exits_with_0(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*FITS, "--world-size", "32"]) == 0
+    said = capsys.readouterr().out
+    assert said.startswith("llama3_8b_1m on 32 x h100-80gb (4 nodes)\nFITS: ")
+    assert "saves" in said.partition("\nsuggestions\n")[2]
+
+
+@pytest.mark.usefixtures("made_up")
+def test_suggestions_follow_an_answer_that_is_printed_already(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("trainer.plan.__main__.suggestions", interrupted)
+    with suppress(KeyboardInterrupt):
+        main(FITS)
+    assert capsys.readouterr().out.startswith("llama3_8b_1m on 32 x h100-80gb")
+
+
+@pytest.mark.usefixtures("made_up")
 def test_a_recipe_is_planned_for_its_largest_stage(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["--config", "stages_debug", "--device", "h100-80gb", "--quick"]) == 0
+    assert main(["--config", "stages_debug", "--device", "h100-80gb"]) == 0
     assert capsys.readouterr().out.startswith("stages_debug on 2 x h100-80gb")
 
 
+@pytest.mark.usefixtures("made_up")
 def test_a_run_that_does_not_fit_exits_with_3_and_suggests_changes(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
@@ -108,10 +130,11 @@ def test_invalid_arguments_exit_with_2(
     assert capsys.readouterr().err.startswith(told)
 
 
+@pytest.mark.usefixtures("no_suggestions")
 def test_slower_links_increase_the_step_time(capsys: pytest.CaptureFixture[str]) -> None:
     seconds = []
     for words in ([], ["--network", "5"], ["--network", "5", "--link", "20"]):
-        assert main([*FITS, "--nodes", "4", "--quick", *words]) == 0
+        assert main([*FITS, "--nodes", "4", *words]) == 0
         line = next(
             line for line in capsys.readouterr().out.splitlines() if line.startswith("step time ")
         )
@@ -120,10 +143,14 @@ def test_slower_links_increase_the_step_time(capsys: pytest.CaptureFixture[str])
     assert seconds[0] < seconds[2]
 
 
+@pytest.mark.usefixtures("made_up")
 def test_html_writes_a_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     page = tmp_path / "plan.html"
-    assert main([*FITS, "--quick", "--html", str(page)]) == 0
-    assert page.read_text().startswith("<!DOCTYPE html>")
+    assert main([*FITS, "--html", str(page)]) == 0
+    text = page.read_text()
+    assert text.startswith("<!DOCTYPE html>")
+    for part in ("memory by sequence length", "MFU by sequence length", "<h2>Suggestions</h2>"):
+        assert part in text
     assert f"wrote {page}" in capsys.readouterr().err
     assert main([*FITS, "--html", str(tmp_path / "absent" / "plan.html")]) == 2
     assert capsys.readouterr() == (
@@ -132,8 +159,9 @@ def test_html_writes_a_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     )
 
 
+@pytest.mark.usefixtures("made_up")
 def test_all_stages_of_a_recipe_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["--config", "llama31_8b_128k", "--device", "h100-80gb", "--quick"]) in (0, 3)
+    assert main(["--config", "llama31_8b_128k", "--device", "h100-80gb"]) in (0, 3)
     said = capsys.readouterr().out
     assert "training stages" in said
     assert all(
@@ -141,10 +169,8 @@ def test_all_stages_of_a_recipe_are_listed(capsys: pytest.CaptureFixture[str]) -
     )
 
 
-def test_search_prints_toml(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    make_up_traces(monkeypatch)
+@pytest.mark.usefixtures("made_up")
+def test_search_prints_toml(capsys: pytest.CaptureFixture[str]) -> None:
     assert (
         main(
             [
@@ -161,7 +187,8 @@ def test_search_prints_toml(
         )
         == 0
     )
-    said = capsys.readouterr().out
+    said, _, suggested = capsys.readouterr().out.partition("\nsuggestions\n")
+    assert suggested.startswith("- ")
     assert said.startswith("llama3_8b with 65,536 tokens per sequence on 8 x h200\n")
     # Between two headings is what a user copies.
     _, *printed = re.split(r"configuration to paste, (\d) of (\d)\n", said)
@@ -207,8 +234,8 @@ def test_a_calibrated_table_can_be_planned_with(
     assert mine.network_bandwidth == theirs.network_bandwidth
     assert "measured by longhaul plan calibrate on" in table.read_text()
     assert (
-        plan_stage(load(FITS[:2]), 32, mine).step_seconds
-        > plan_stage(load(FITS[:2]), 32, theirs).step_seconds
+        plan_stage(load(["--config", "debug"]), 2, mine).step_seconds
+        > plan_stage(load(["--config", "debug"]), 2, theirs).step_seconds
     )
 
 
@@ -231,6 +258,7 @@ def started(monkeypatch: pytest.MonkeyPatch, *words: str) -> int:
     return launcher.main()
 
 
+@pytest.mark.usefixtures("made_up")
 def test_launch_shows_the_plan(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -250,8 +278,7 @@ def test_launch_shows_the_plan(
 
 
 def test_prediction_is_compared_with_the_median_measurement() -> None:
-    config = load(FITS[:2])
-    seconds = plan_stage(config, 32, load_device("h100-80gb")).step_seconds
+    seconds = 6.5
     beside = Prediction(device="h100-80gb", step_seconds=seconds)
     told = [beside.compare(measured) for measured in (100.0, 5.0, 9.0, 6.0, 7.0)]
     assert told[:MEASURED_STEPS] == [None] * MEASURED_STEPS

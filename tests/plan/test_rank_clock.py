@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 
-from tests.memory.test_estimator import configured
+from tests.trace.small_steps import configured
 from trainer.hardware.device_specs import load_device
 from trainer.plan.interconnect import CALL_OVERHEAD, GroupTopology
 from trainer.plan.rank_clock import RankClock

@@ -23,22 +23,21 @@ from trainer.errors import ConfigError
 from trainer.hardware.attention_choice import attention_problems, with_attention_choice
 from trainer.hardware.device_specs import DeviceSpec, load_device
 from trainer.hardware.host import GIB
-from trainer.plan import traced_plan
 from trainer.plan.interconnect import group_topologies
 from trainer.plan.layout_words import describe_layout, layout_toml, why_slower
 from trainer.plan.layouts import divisors, enumerate_layouts
-from trainer.plan.memory_options import FREE_LOSS_CHUNKS_MIB, LOSS_CHUNKS_MIB
-from trainer.plan.plan import TrainingPlan, plan_stage
-from trainer.plan.report import search_report
+from trainer.plan.memory_options import LOSS_CHUNKS_MIB
+from trainer.plan.plan import TrainingPlan
+from trainer.plan.report import search_suggestions
 from trainer.plan.rough import RoughPlan
 from trainer.plan.search import (
     MEMORY_CHOICES,
-    TIE_FACTOR,
     fewest_devices,
     longest_sequence,
     search,
     with_seq_len,
 )
+from trainer.plan.traced_forms import TIE_FACTOR
 
 H100 = load_device("h100-80gb")
 ROOT = Path(__file__).resolve().parents[2]
@@ -58,7 +57,7 @@ OPTIONS: dict[str, tuple[Any, ...]] = {
     "training.attention": ("auto", "flash", "efficient"),
     "training.compile": (True, False),
     "memory.optimizer_placement": ("device", "host"),
-    "memory.loss_chunk_mib": (*FREE_LOSS_CHUNKS_MIB, *LOSS_CHUNKS_MIB),
+    "memory.loss_chunk_mib": LOSS_CHUNKS_MIB,
 }
 """What a search chooses besides MEMORY_CHOICES."""
 
@@ -147,7 +146,7 @@ def test_search_finds_the_optimum_of_all_traces(name: str) -> None:
         and max(estimate.device_share, estimate.host_share) < 1.2
     ]
     promising = sorted(likely, key=itemgetter(0))[:MOST_TRACES]
-    traces = [traced_plan.traced(plan) for _, plan in promising]
+    traces = [plan for _, plan in promising]
     fastest = exhaustive_optimum(traces)
     assert found.fits
     assert len(traces) > 50
@@ -252,7 +251,7 @@ def test_pinned_keys_are_kept_by_the_longest_sequence_and_the_fewest_devices() -
 def test_a_search_that_finds_nothing_suggests_changes() -> None:
     found = find(load(["--config", "llama3_8b"]), 1, replace(H100, memory=4 * GIB))
     assert not found.best
-    assert any(note.startswith("the first: ") for note in search_report(found, "", H100).notes)
+    assert search_suggestions(found, made_up_traces())[0].startswith("the first: ")
 
 
 @pytest.mark.slow
@@ -328,16 +327,12 @@ def test_a_search_on_racks_counts_their_used_devices() -> None:
 
 def test_groups_that_straddle_a_link_domain_count_as_crossing() -> None:
     aligned, crossing = (
-        plan_stage(
-            with_overrides(configured(), {"parallelism.cp": cp, "parallelism.dp_shard": 24 // cp}),
-            24,
-            H100,
-        )
+        with_overrides(configured(), {"parallelism.cp": cp, "parallelism.dp_shard": 24 // cp})
         for cp in (4, 3)
     )
-    assert group_topologies(aligned.config, 24, H100)["cp"].num_domains == 1
-    assert group_topologies(crossing.config, 24, H100)["cp"].num_domains == 2
-    assert group_topologies(crossing.config, 24, H100)["cp"].min_ranks_per_domain == 1
+    assert group_topologies(aligned, 24, H100)["cp"].num_domains == 1
+    assert group_topologies(crossing, 24, H100)["cp"].num_domains == 2
+    assert group_topologies(crossing, 24, H100)["cp"].min_ranks_per_domain == 1
 
 
 @pytest.mark.slow

@@ -8,7 +8,7 @@ import random
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
-from itertools import islice
+from itertools import islice, pairwise
 from typing import NamedTuple
 
 import pytest
@@ -22,10 +22,11 @@ from trainer.config.overrides import with_overrides
 from trainer.config.parse import load
 from trainer.errors import ConfigError
 from trainer.hardware.device_specs import DeviceSpec, device_names, load_device
-from trainer.plan.memory_estimate import estimate_memory
-from trainer.plan.memory_options import fit_memory_options
-from trainer.plan.reserves import DEVICE_FRACTION
-from trainer.plan.search import TIE_FACTOR, SearchResult, search
+from trainer.plan.memory_options import choose_memory_options
+from trainer.plan.plan import TrainingPlan
+from trainer.plan.rough import RoughPlan
+from trainer.plan.search import SearchResult, search
+from trainer.plan.traced_forms import TIE_FACTOR
 
 FEW = 1
 MANY = 60
@@ -60,17 +61,19 @@ def draw_run(seed: int) -> Run:
     )
     device = load_device(rng.choice(device_names()))
     world_size = rng.choice((1, 2, 4, 8, 12))
-    needed = estimate_memory(with_overrides(config, {"memory.recompute": "full"}), 1).device_bytes
+    needed = RoughPlan(
+        with_overrides(config, {"memory.recompute": "full"}), 1, device
+    ).device_bytes
     return Run(
         config, world_size, replace(device, memory=needed / world_size * rng.uniform(0.7, 3))
     )
 
 
-def fits_in_a_dry_run(config: Config, world_size: int, limit: float) -> bool:
-    """The fullest rank by the estimate."""
-    fullest = estimate_memory(config, world_size).pp_rank
-    counted = dry_run(config, world_size, rank=fullest * world_size // config.parallelism.pp)
-    return counted.peak_bytes <= limit * (1 + LIMIT)
+def fits_in_a_dry_run(plan: TrainingPlan) -> bool:
+    """The fullest rank by the trace."""
+    rank = plan.peak_memory.pp_rank * plan.world_size // plan.config.parallelism.pp
+    counted = dry_run(plan.config, plan.world_size, rank=rank)
+    return counted.peak_bytes <= plan.usable_device_memory * (1 + LIMIT)
 
 
 def shortest(found: SearchResult) -> float:
@@ -85,7 +88,7 @@ def test_what_search_returns_is_legal_and_fits(seed: int) -> None:
         assert plan.fits
         assert checks.layout_problems(plan.config, world_size) == []
     for plan in search(config, world_size, device, max_results=1).best:
-        assert fits_in_a_dry_run(plan.config, world_size, plan.usable_device_memory)
+        assert fits_in_a_dry_run(plan)
     for plan in found.not_fitting:
         assert plan.memory_shortages
 
@@ -125,42 +128,27 @@ def automatic_cases(seed: int) -> Iterator[tuple[Config, int]]:
         yield configured(dict((*kept, *changes.items()))), case.world_size
 
 
-def fitted(config: Config, world_size: int, device_bytes: float) -> Config | None:
+def fitted(config: Config, world_size: int, device: DeviceSpec) -> TrainingPlan | None:
     try:
-        return fit_memory_options(
-            config,
-            world_size,
-            ranks_per_node=min(8, world_size),
-            device_bytes=device_bytes,
-            host_bytes=2.0**40,
-        )
+        return choose_memory_options(config, world_size, device).plan
     except ConfigError:
         return None
-
-
-def recomputed_flops(config: Config | None) -> float:
-    if config is None:
-        return float("inf")
-    memory = config.memory
-    return config.model.build().hardware_flops(
-        tokens=1,
-        pairs=config.training.seq_len / 2,
-        recompute=memory.recompute,
-        blocks_per_checkpoint=memory.blocks_per_checkpoint,
-    )
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(MANY))
 def test_what_auto_chooses_is_legal_and_fits(seed: int) -> None:
     ((config, world_size),) = islice(automatic_cases(seed), seed, seed + 1)
-    most = estimate_memory(
-        with_overrides(config, {"memory.recompute": "none"}), world_size
-    ).device_bytes
-    options = {share: fitted(config, world_size, share * most) for share in (0.3, 0.6, 0.8, 1.2)}
-    flops = [recomputed_flops(each) for each in options.values()]
-    assert flops == sorted(flops, reverse=True)
-    fitting = [(share, each) for share, each in options.items() if each is not None]
-    assert all(checks.layout_problems(each, world_size) == [] for _, each in fitting)
-    share, tightest = fitting[0]
-    assert fits_in_a_dry_run(tightest, world_size, DEVICE_FRACTION * share * most)
+    device = load_device("h100-80gb")
+    everything = with_overrides(config, {"memory.recompute": "none"})
+    most = RoughPlan(everything, world_size, device).device_bytes
+    plans = [
+        fitted(config, world_size, replace(device, memory=share * most, host_memory=2.0**40))
+        for share in (0.3, 0.6, 0.8, 1.2)
+    ]
+    seconds = [plan.step_seconds if plan else float("inf") for plan in plans]
+    assert all(more <= TIE_FACTOR * less for less, more in pairwise(seconds))
+    fitting = [plan for plan in plans if plan is not None]
+    assert all(checks.layout_problems(plan.config, world_size) == [] for plan in fitting)
+    assert all(plan.fits for plan in fitting)
+    assert fits_in_a_dry_run(fitting[0])

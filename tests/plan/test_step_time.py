@@ -1,8 +1,10 @@
-"""Step time: components, rates, and overlap of communication with compute."""
+"""Step time of traces: components, rates, and overlap of communication with compute."""
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
+from functools import cache
 from typing import Any
 
 import pytest
@@ -12,72 +14,91 @@ from trainer.config.job_config import Config
 from trainer.hardware.device_specs import (
     ATTENTION_HALF_RATE_TOKENS,
     MATMUL_HALF_RATE_DIM,
-    MEMORY_SHARE,
     DeviceSpec,
     load_device,
 )
-from trainer.plan.critical_path import StepTime, predict_step_time
-from trainer.plan.memory_estimate import rank_memory
-from trainer.plan.rank_workload import rank_workload
+from trainer.plan.interconnect import group_topologies
+from trainer.plan.rank_clock import RankClock
 from trainer.plan.step_time import (
     ASYNC_TP_OVERLAP,
     CONTENTION_FRACTION,
-    KERNELS_PER_BLOCK,
     STEP_OVERHEAD,
     RankStepTime,
+    StepTime,
+    step_time_of,
 )
+from trainer.trace.answers import traced_rank_steps
 from trainer.trace.pieces import HOST
+from trainer.trace.rank_step import RankStep
 
 H100 = load_device("h100-80gb")
 K = 1 << 10
-M = 1 << 20
+LAYERS = 2
+BLOCK = 218.1e6
+"""Weights of a block of 8B."""
+KEEP = {"recompute": "keep_attention"}
 
 
-def timed(
-    world: int = 1, device: DeviceSpec = H100, size: str = "8b", **sections: Any
-) -> StepTime:
-    config = configured(size=size, **sections)
-    assert checks.layout_problems(config, world) == []
-    return predict_step_time(config, world, device)
-
-
-def configured(size: str = "8b", **sections: Any) -> Config:
-    given: dict[str, Any] = {"model": {"family": "llama3.1", "size": size}} | sections
+def configured(layers: int = LAYERS, **sections: Any) -> Config:
+    """Few layers of 8B, not compiled: a trace of them takes little time."""
+    given: dict[str, Any] = {
+        "model": {"family": "llama3.1", "size": "8b", "num_layers": layers}
+    } | sections
     given["training"] = {
         "seq_len": 32 * K,
         "global_batch_size": 1,
         "attention": "cudnn",
+        "compile": False,
     } | given.get("training", {})
     return Config.model_validate(given)
 
 
+@cache
+def traced(config: str, world: int) -> list[RankStep]:
+    return traced_rank_steps(Config.model_validate(json.loads(config)), world)
+
+
+def timed(
+    world: int = 1, device: DeviceSpec = H100, layers: int = LAYERS, **sections: Any
+) -> StepTime:
+    config = configured(layers, **sections)
+    assert checks.layout_problems(config, world) == []
+    return step_time_of(config, world, clocks(config, world, device))
+
+
+def clocks(config: Config, world: int, device: DeviceSpec = H100) -> list[RankClock]:
+    steps = traced(config.model_dump_json(exclude={"stage"}), world)
+    groups = group_topologies(config, world, device)
+    return [RankClock(config, step, device, groups) for step in steps]
+
+
 def test_one_device_runs_its_flops_at_its_rates() -> None:
-    found = timed(memory={"recompute": "none"})
-    (stage,) = found.ranks
-    done = rank_workload(rank_memory(configured(memory={"recompute": "none"}), 1, 0))
+    (stage,) = timed(memory={"recompute": "none"}).ranks
     # K and V projections are 1024 wide: 8.4 of 218 million weights per block. All others are at
     # least 4096 wide.
     narrow = (
         209.7 * (1 + MATMUL_HALF_RATE_DIM / 4096) + 8.4 * (1 + MATMUL_HALF_RATE_DIM / 1024)
     ) / 218.1
     assert stage.compute["matmul"] == pytest.approx(
-        3 * 2 * 218.1e6 * 32 * 32 * K * narrow / (H100.matmul_share * 794.5e12), rel=1e-3
+        3 * 2 * BLOCK * LAYERS * 32 * K * narrow / (H100.matmul_share * 794.5e12), rel=1e-3
     )
     slow = (32 * K + ATTENTION_HALF_RATE_TOKENS) / (32 * K)
     pairs = 32 * K * (32 * K + 1) / 2
     assert stage.compute["attention"] == pytest.approx(
-        32 * 4096 * pairs * (4 / 640e12 + 10 / 500e12) * slow, rel=1e-3
+        LAYERS * 4096 * pairs * (4 / 640e12 + 10 / 500e12) * slow, rel=1e-3
     )
-    assert stage.compute["memory-bound"] == pytest.approx(
-        (done.memory_traffic["forward"] + done.memory_traffic["backward"])
-        / (MEMORY_SHARE * 3350e9)
-    )
-    assert stage.optimizer == pytest.approx(done.optimizer_bytes / (MEMORY_SHARE * 3350e9))
-    assert stage.compute["recompute"] == stage.bubble == stage.compute["launch overhead"] == 0
+    # The gradient is read for its norm; then it, weight and two moments are read and written.
+    numel = configured().model.build().num_parameters
+    assert stage.optimizer == pytest.approx(4 * numel * (1 + 2 * 4) / H100.hbm_bandwidth, rel=1e-3)
+    assert stage.compute["recompute"] == stage.bubble == 0
     assert not stage.exposed
-    assert found.executed_flops == sum(done.matmul_flops.values()) + sum(
-        done.attention_flops.values()
-    )
+
+
+def test_an_optimizer_step_takes_as_long_as_its_weights_are_many() -> None:
+    """Of layers that no trace records, too."""
+    few, many = (timed(layers=layers).ranks[0].optimizer for layers in (8, 16))
+    numel = [configured(layers).model.build().num_parameters for layers in (8, 16)]
+    assert many / few == pytest.approx(numel[1] / numel[0], rel=1e-3)
 
 
 MESHES: list[tuple[int, dict[str, Any]]] = [
@@ -94,11 +115,18 @@ MESHES: list[tuple[int, dict[str, Any]]] = [
         16,
         {
             "parallelism": {"cp": 8, "tp": 2, "cp_method": "allgather"},
-            "memory": {"head_groups": 2},
+            "memory": KEEP | {"head_groups": 2},
         },
     ),
     (32, {"parallelism": {"cp": 8, "tp": 4, "cp_method": "hybrid", "cp_ulysses": 2}}),
-    (8, {"parallelism": {"pp": 4, "dp_shard": 2}, "training": {"global_batch_size": 16}}),
+    (
+        8,
+        {
+            "parallelism": {"pp": 4, "dp_shard": 2},
+            "training": {"global_batch_size": 16},
+            "layers": 4,
+        },
+    ),
     (8, {"memory": {"optimizer_placement": "host"}, "training": {"global_batch_size": 16}}),
     (
         8,
@@ -107,7 +135,13 @@ MESHES: list[tuple[int, dict[str, Any]]] = [
 ]
 
 
-@pytest.mark.parametrize(("world", "sections"), MESHES)
+@pytest.mark.parametrize(
+    ("world", "sections"),
+    [
+        pytest.param(*mesh, marks=[pytest.mark.slow] * (index in (2, 3, 4)))
+        for index, mesh in enumerate(MESHES)
+    ],
+)
 def test_components_add_up_to_the_step_time_on_every_rank(
     world: int, sections: dict[str, Any]
 ) -> None:
@@ -118,69 +152,62 @@ def test_components_add_up_to_the_step_time_on_every_rank(
     assert found.busiest.bubble == min(stage.bubble for stage in found.ranks)
 
 
-@pytest.mark.parametrize(("world", "sections"), MESHES)
-@pytest.mark.parametrize(
-    "figure",
-    [
+FASTER: dict[str, dict[str, Any]] = {
+    figure: {figure: 2 * getattr(H100, figure)}
+    for figure in (
         "matmul_flops",
         "hbm_bandwidth",
         "link_bandwidth",
         "network_bandwidth",
         "host_link_bandwidth",
         "host_bandwidth",
-        "attention_flops",
+    )
+} | {"attention_flops": {"attention_flops": {"cudnn": {128: (2e15, 2e15)}}}}
+
+
+@pytest.mark.parametrize(
+    ("world", "sections"),
+    [
+        pytest.param(*mesh, marks=[pytest.mark.slow] * (index in (2, 3, 4)))
+        for index, mesh in enumerate(MESHES)
     ],
 )
-def test_a_faster_device_is_never_slower(
-    world: int, sections: dict[str, Any], figure: str
-) -> None:
-    better: dict[str, Any] = {
-        figure: None if figure == "attention_flops" else 2 * getattr(H100, figure)
-    }
-    if figure == "attention_flops":
-        better = {"attention_flops": {"cudnn": {128: (2e15, 2e15)}}}
+def test_a_faster_device_is_never_slower(world: int, sections: dict[str, Any]) -> None:
     before = timed(world, **sections)
-    after = timed(world, replace(H100, **better), **sections)
-    assert after.seconds <= before.seconds * (1 + 1e-9)
+    for better in FASTER.values():
+        after = timed(world, replace(H100, **better), **sections)
+        assert after.seconds <= before.seconds * (1 + 1e-9), better
 
 
+@pytest.mark.slow
 def test_time_per_token_grows_with_sequence_length_and_shrinks_with_micro_batch_size() -> None:
     lengths = [
-        timed(training={"seq_len": length}).seconds / length
-        for length in (8 * K, 32 * K, 128 * K, 512 * K)
+        timed(training={"seq_len": length}).seconds / length for length in (32 * K, 256 * K)
     ]
     assert lengths == sorted(lengths)
-    apart = timed(training={"seq_len": 4 * K, "global_batch_size": 8}).seconds
-    together = timed(
-        training={"seq_len": 4 * K, "global_batch_size": 8, "micro_batch_size": 8}
-    ).seconds
+    short = {"seq_len": 4 * K, "global_batch_size": 8}
+    apart, together = (
+        timed(training=short | {"micro_batch_size": size}).seconds for size in (1, 8)
+    )
     assert together < apart
 
 
-def test_recomputation_costs_its_flops_and_traffic() -> None:
+@pytest.mark.slow
+def test_recomputation_costs_its_flops() -> None:
     none, keep, full = (
-        timed(memory={"recompute": policy}).ranks[0]
+        timed(memory={"recompute": policy}).ranks[0].compute
         for policy in ("none", "keep_attention", "full")
     )
-    assert none.compute["recompute"] == 0
-    # All matmuls but the last, 159.4 of 218.1 million weights, and their memory traffic.
-    few, many = (
-        rank_workload(rank_memory(configured(memory={"recompute": policy}), 1, 0))
-        for policy in ("keep_attention", "full")
-    )
-    moved = few.memory_traffic["recompute"] / (MEMORY_SHARE * 3350e9)
-    assert keep.compute["recompute"] == pytest.approx(
-        keep.compute["matmul"] / 3 * 159.4 / 218.1 + moved, rel=0.01
-    )
+    assert none["recompute"] == 0
+    # All matmuls but the last, 159.4 of 218.1 million weights.
+    assert keep["recompute"] == pytest.approx(none["matmul"] / 3 * 159.4 / 218.1, rel=0.01)
     # The attention forward, and the QKV projections, 25.2 million weights, once more.
-    more = (many.memory_traffic["recompute"] - few.memory_traffic["recompute"]) / (
-        MEMORY_SHARE * 3350e9
-    ) + keep.compute["matmul"] / 3 * 25.2 / 218.1
-    again = full.compute["attention"] * (4 / 640) / (4 / 640 + 10 / 500)
-    assert full.compute["recompute"] - keep.compute["recompute"] == pytest.approx(
-        again + more, rel=0.01
-    )
-    assert keep.compute["matmul"] == none.compute["matmul"] == full.compute["matmul"]
+    again = full["attention"] * (4 / 640) / (4 / 640 + 10 / 500)
+    more = none["matmul"] / 3 * 25.2 / 218.1
+    assert full["recompute"] - keep["recompute"] == pytest.approx(again + more, rel=0.02)
+    assert keep["matmul"] == pytest.approx(none["matmul"], rel=0.01)
+    # Recomputation reads and writes, too.
+    assert none["memory-bound"] < keep["memory-bound"] < full["memory-bound"]
 
 
 def test_the_attention_kernel_sets_the_rate() -> None:
@@ -194,14 +221,23 @@ def test_the_attention_kernel_sets_the_rate() -> None:
 def test_fsdp_overlaps_with_long_sequences_only() -> None:
     # docs/parallelism.md: overlap needs about 1,400 tokens per GPU between nodes, with margin a
     # few times that.
-    mesh = {"dp_shard": 32}
-
     def waits(tokens: int) -> float:
-        found = timed(32, parallelism=mesh, training={"seq_len": tokens, "global_batch_size": 32})
-        return found.ranks[0].exposed["fsdp"] / found.seconds
+        found = timed(
+            32,
+            layers=8,
+            parallelism={"dp_shard": 32},
+            training={"seq_len": tokens, "global_batch_size": 32},
+        )
+        return found.ranks[0].exposed["fsdp"] / found.ranks[0].busy
 
-    assert waits(512) > 0.25
-    assert waits(16 * K) < 0.02
+    assert waits(512) > 0.2
+    assert waits(16 * K) < 0.05
+
+
+def exposed_share(stage: RankStepTime) -> float:
+    """Share of the seconds of messages of context parallelism."""
+    exposed = stage.exposed.get("cp", 0.0)
+    return exposed / (exposed + stage.overlapped.get("cp", 0.0))
 
 
 def test_a_ring_overlaps_from_its_critical_length_on() -> None:
@@ -210,13 +246,14 @@ def test_a_ring_overlaps_from_its_critical_length_on() -> None:
     def waits(tokens: int) -> float:
         ring = {"cp": 16, "cp_method": "ring", "cp_reduce_dtype": "bfloat16"}
         found = timed(16, parallelism=ring, training={"seq_len": 16 * tokens})
-        return found.ranks[0].exposed["cp"] / found.ranks[0].overlapped["cp"]
+        return exposed_share(found.ranks[0])
 
-    assert waits(512) > 1
-    assert waits(4 * K) < 0.5
-    assert waits(32 * K) == pytest.approx(1 / 44, rel=0.15)  # The last gradient hop of 45.
+    assert waits(512) > 0.5
+    assert waits(4 * K) < 0.35
+    assert waits(32 * K) == pytest.approx(1 / 45, rel=0.15)  # The last gradient hop of 45.
 
 
+@pytest.mark.slow
 def test_ring_attention_runs_smaller_kernels() -> None:
     def takes(method: str) -> float:
         mesh = {"cp": 8, "cp_method": method}
@@ -224,49 +261,45 @@ def test_ring_attention_runs_smaller_kernels() -> None:
             timed(8, parallelism=mesh, training={"seq_len": 16 * K}).ranks[0].compute["attention"]
         )
 
-    # 2K tokens per rank: kernels of 2K, or of 1K on average in the ring.
-    assert takes("ring") / takes("allgather") == pytest.approx(
-        (1 + ATTENTION_HALF_RATE_TOKENS / (1 * K)) / (1 + ATTENTION_HALF_RATE_TOKENS / (2 * K))
-    )
+    assert takes("ring") > 1.1 * takes("ulysses")
 
 
+@pytest.mark.slow
 def test_kv_all_gather_overlaps_with_local_attention_and_reduce_scatter_does_not() -> None:
     def stage(tokens: int) -> RankStepTime:
         mesh = {"cp": 16, "cp_method": "allgather", "cp_reduce_dtype": "bfloat16"}
         return timed(16, parallelism=mesh, training={"seq_len": tokens}).ranks[0]
 
-    long = stage(2 * M)
-    short = stage(48 * K)
     # One all-gather per direction, and the reduce-scatter, which takes as long.
-    assert long.exposed["cp"] == pytest.approx(long.overlapped["cp"] / 2, rel=0.01)
-    assert short.exposed["cp"] > short.overlapped["cp"]
-    # Attention to local KV is 1/16 of the time.
-    assert short.overlapped["cp"] == pytest.approx(short.compute["attention"] / 16, rel=0.05)
+    assert exposed_share(stage(2 * K * K)) == pytest.approx(1 / 3, rel=0.01)
+    assert exposed_share(stage(48 * K)) > 1 / 2
 
 
 def test_overlapped_communication_causes_contention() -> None:
-    stage = timed(8, parallelism={"dp_shard": 8}, training={"global_batch_size": 8}).ranks[0]
-    assert stage.contention == pytest.approx(CONTENTION_FRACTION * sum(stage.overlapped.values()))
-    assert stage.contention > 0
+    stage = timed(8, layers=8, parallelism={"dp_shard": 8}, training={"global_batch_size": 8})
+    (rank,) = stage.ranks
+    assert rank.contention == pytest.approx(CONTENTION_FRACTION * sum(rank.overlapped.values()))
+    assert rank.contention > 0
     alone = timed(memory={"recompute": "full", "offload": "inputs"}).ranks[0]
     assert alone.overlapped[HOST] > 0  # Copies need no SMs.
     assert alone.contention == 0
 
 
-def test_recomputed_inputs_expose_weight_gathers() -> None:
-    def waits(every: int) -> float:
-        memory = {"recompute": "keep_attention", "blocks_per_checkpoint": every}
-        mesh = {"dp_shard": 16}
-        return (
-            timed(16, parallelism=mesh, memory=memory, training={"global_batch_size": 16})
-            .ranks[0]
-            .exposed["fsdp"]
-        )
+@pytest.mark.slow
+def test_recomputed_inputs_gather_weights_once_more() -> None:
+    def takes(every: int) -> float:
+        found = timed(
+            16,
+            layers=8,
+            parallelism={"dp_shard": 16},
+            memory=KEEP | {"blocks_per_checkpoint": every},
+            training={"global_batch_size": 16},
+        ).ranks[0]
+        return found.exposed["fsdp"] + found.overlapped["fsdp"]
 
-    assert waits(4) > waits(1)
-    # Three of four blocks are gathered once more: 24 of 32, 436 MB each, 15/16 of it remote.
-    assert waits(4) - waits(1) == pytest.approx(
-        24 * 2 * 218.1e6 * 15 / 16 / min(360e9, 8 * 45e9), rel=0.15
+    # Three of four blocks: 6 of 8, 436 MB each, 15/16 of it remote.
+    assert takes(4) - takes(1) == pytest.approx(
+        6 * 2 * BLOCK * 15 / 16 / min(360e9, 8 * 45e9), rel=0.15
     )
 
 
@@ -275,116 +308,100 @@ def test_host_optimizer_copies_weights_and_gradients() -> None:
     stage = timed(device=device, memory={"optimizer_placement": "host"}).ranks[0]
     copied = stage.exposed[HOST] + stage.overlapped[HOST]
     # Four bytes per weight: all weights forward, resharded weights backward, all gradients back.
-    assert copied == pytest.approx((4 * 8.03e9 + 4 * 6.98e9 + 4 * 8.03e9) / 1e9, rel=0.02)
+    numel = configured().model.build().num_parameters
+    assert copied == pytest.approx(4 * (2 * numel + LAYERS * BLOCK) / 1e9, rel=0.02)
 
 
-def test_a_pipeline_exposes_gradient_reduction() -> None:
+@pytest.mark.slow
+def test_a_pipeline_exposes_the_reduction_of_its_last_gradients() -> None:
     mesh = {"pp": 4, "dp_shard": 8}
-    stage = timed(32, size="70b", parallelism=mesh, training={"global_batch_size": 64}).ranks[1]
-    # 20 blocks of 856 million weights in float32, over 8 ranks.
-    summed = 20 * 4 * 855.6e6 * 7 / 8
-    assert stage.exposed["fsdp"] == pytest.approx(summed / (8 * 45e9), rel=0.05)
-
-
-def test_a_host_budget_makes_early_pipeline_ranks_recompute_more() -> None:
-    memory = {
-        "recompute": "keep_attention",
-        "offload": "inputs_and_attention",
-        "host_budget_gib": 80.0,
-    }
-    mesh = {"pp": 4, "pp_layers": (8, 8, 8, 8)}
-    found = timed(4, parallelism=mesh, memory=memory, training={"global_batch_size": 16})
-    assert found.ranks[1].compute["recompute"] > 1.05 * found.ranks[2].compute["recompute"]
+    found = timed(32, layers=16, parallelism=mesh, training={"global_batch_size": 64}).ranks[1]
+    # Of one block in float32, over 8 ranks; those before it run beside backward passes.
+    block = 4 * BLOCK * 7 / 8 / (8 * 45e9)
+    assert block < found.exposed["fsdp"] < 2 * block
 
 
 def test_head_groups_overlap_the_ulysses_exchange() -> None:
     def waits(groups: int) -> tuple[float, float]:
         mesh = {"cp": 4, "cp_method": "ulysses"}
-        stage = timed(4, parallelism=mesh, memory={"head_groups": groups}).ranks[0]
+        stage = timed(4, parallelism=mesh, memory=KEEP | {"head_groups": groups}).ranks[0]
         return stage.exposed["cp"], stage.overlapped.get("cp", 0)
 
     # 8 KV heads divide among 4 ranks either way.
     alone = waits(1)
     in_groups = waits(2)
-    assert alone[1] == 0
-    assert in_groups[1] > 0
+    assert in_groups[1] > 2 * alone[1]
     assert in_groups[0] < alone[0]
 
 
 def test_tp_is_exposed_without_async_tp() -> None:
-    def waits(*, hidden: bool) -> tuple[float, float]:
-        mesh = {"tp": 8, "async_tp": hidden}
-        stage = timed(8, parallelism=mesh, training={"compile": True}).ranks[0]
-        return stage.exposed["tp"], stage.overlapped.get("tp", 0)
-
-    assert waits(hidden=False)[1] == 0
-    assert waits(hidden=True)[0] == pytest.approx((1 - ASYNC_TP_OVERLAP) * waits(hidden=False)[0])
+    config = configured(parallelism={"tp": 8})
+    (plain,) = clocks(config, 8)
+    parallelism = config.parallelism.model_copy(update={"async_tp": True})
+    hidden = RankClock(
+        config.model_copy(update={"parallelism": parallelism}),
+        plain.step,
+        H100,
+        group_topologies(config, 8, H100),
+    )
+    assert "tp" not in plain.step_time.overlapped
+    # Messages that follow each other at once wait for the link.
+    shown = hidden.step_time.exposed["tp"] / plain.step_time.exposed["tp"]
+    assert 1 - ASYNC_TP_OVERLAP <= shown < 0.9
 
 
 def test_offload_overlaps_with_long_sequences_unless_the_link_is_slow() -> None:
-    memory = {"recompute": "keep_attention", "offload": "inputs_and_attention"}
-    long = timed(training={"seq_len": 128 * K}, memory=memory).ranks[0]
-    assert long.exposed.get(HOST, 0) == 0
-    assert long.overlapped[HOST] > 0
-    slow = timed(
-        device=replace(H100, host_link_bandwidth=2e9), training={"seq_len": 128 * K}, memory=memory
-    ).ranks[0]
+    long: dict[str, Any] = {
+        "memory": KEEP | {"offload": "inputs_and_attention"},
+        "training": {"seq_len": 128 * K},
+        "layers": 6,
+    }
+    fast = timed(**long).ranks[0]
+    # The last block's input comes back at once.
+    assert fast.exposed[HOST] < fast.overlapped[HOST] / 8
+    slow = timed(device=replace(H100, host_link_bandwidth=2e9), **long).ranks[0]
     assert slow.exposed[HOST] > sum(slow.compute.values()) / 4
-    in_groups = timed(training={"seq_len": 128 * K}, memory=memory | {"head_groups": 4}).ranks[0]
-    assert in_groups.exposed[HOST] > 0
 
 
+@pytest.mark.slow
 def test_the_host_optimizer_overlaps_with_forward() -> None:
     def waits(tokens: int) -> float:
+        training = {"seq_len": tokens, "global_batch_size": 8}
         return (
-            timed(8, training={"seq_len": tokens, "global_batch_size": 8}, memory=host)
-            .ranks[0]
-            .optimizer
+            timed(8, training=training, memory={"optimizer_placement": "host"}).ranks[0].optimizer
         )
 
-    host = {"optimizer_placement": "host"}
     assert waits(512 * K) == 0
-    # 36 bytes per parameter, 8 billion of them, at 280 GB/s.
-    assert 0.5 < waits(2 * K) < 2
+    assert waits(2 * K) > 0.05
 
 
+@pytest.mark.slow
 def test_bubble_is_smallest_on_the_busiest_rank() -> None:
-    mesh = {"pp": 8}
     few, many = (
-        timed(8, size="70b", parallelism=mesh, training={"global_batch_size": count})
+        timed(8, layers=16, parallelism={"pp": 8}, training={"global_batch_size": count})
         for count in (8, 64)
     )
-    assert few.busiest.bubble / few.seconds == pytest.approx(7 / 15, rel=0.1)
-    assert many.busiest.bubble / many.seconds == pytest.approx(7 / 71, rel=0.15)
+    # The head makes the last rank the busiest.
+    for found, idle in ((few, 7 / 15), (many, 7 / 71)):
+        assert 0.75 * idle < found.busiest.bubble / found.seconds < idle
     assert few.busiest.bubble < max(stage.bubble for stage in few.ranks)
 
 
 def test_short_sequences_are_launch_bound_and_less_so_when_compiled() -> None:
     def stage(*, is_compiled: bool) -> RankStepTime:
-        training = {"seq_len": 512, "global_batch_size": 1, "compile": is_compiled}
-        config = Config.model_validate(
-            {"model": {"family": "llama3", "size": "debug"}, "training": training}
-        )
-        return predict_step_time(config, 1, H100).ranks[0]
+        training = {"seq_len": 512, "attention": "cudnn", "compile": is_compiled}
+        return timed(model={"family": "llama3", "size": "debug"}, training=training).ranks[0]
 
-    eager = stage(is_compiled=False)
-    compiled = stage(is_compiled=True)
-    assert eager.compute["launch overhead"] > compiled.compute["launch overhead"] > 0
-    blocks = (
-        Config.model_validate({"model": {"family": "llama3", "size": "debug"}})
-        .model.build()
-        .num_layers
-    )
-    least = blocks * sum(KERNELS_PER_BLOCK.values()) * H100.launch_latency
-    assert sum(eager.compute.values()) - eager.compute["loss head"] == pytest.approx(
-        least, rel=0.01
-    )
+    eager = stage(is_compiled=False).compute
+    compiled = stage(is_compiled=True).compute
+    assert eager["launch overhead"] > compiled["launch overhead"] > 0
+    assert eager["launch overhead"] > sum(eager.values()) / 2
 
 
 def test_float32_is_far_slower() -> None:
     narrow, wide = (
-        timed(training={"dtype": dtype, "attention": "auto"}).seconds
-        for dtype in ("bfloat16", "float32")
+        timed(training={"dtype": dtype, "attention": kernel}).seconds
+        for dtype, kernel in (("bfloat16", "cudnn"), ("float32", "efficient"))
     )
     assert wide > 8 * narrow
 

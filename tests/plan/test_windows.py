@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
 
 import pytest
 
@@ -12,13 +12,11 @@ from benchmarks import memory_grid
 from models.score_pairs import causal_pairs
 from parallelisms.mesh.context_plan import LAYOUTS_BY_ROTATE_METHOD, ContextPlan, RotateMethod
 from parallelisms.mesh.shard_layout import SeqLayout
-from tests.plan.test_counted_steps import MODEL
+from tests.trace.small_steps import MODEL
 from trainer.config.job_config import Config
 from trainer.hardware.device_specs import load_device
-from trainer.plan.comm_volume import comm_volumes
-from trainer.plan.memory_estimate import rank_memory
-from trainer.plan.plan import plan_stage
-from trainer.plan.rank_workload import attention_pairs, rank_workload
+from trainer.plan.plan import TrainingPlan
+from trainer.trace.record import trace_step
 
 PATTERNS = {
     "5:1": '[{"window":40,"repeat":5},{}]',
@@ -28,7 +26,6 @@ PATTERNS = {
 }
 T = 512
 Q = 4 * 32
-K = 2 * 32
 LAYERS = 12
 LAYOUTS: list[tuple[RotateMethod, str]] = [
     (method, layout) for method, layouts in LAYOUTS_BY_ROTATE_METHOD.items() for layout in layouts
@@ -36,7 +33,11 @@ LAYOUTS: list[tuple[RotateMethod, str]] = [
 
 
 def configured(pattern: str, **changes: object) -> Config:
-    values: Mapping[str, object] = MODEL | {"model.num_layers": LAYERS, "training.seq_len": T}
+    values: Mapping[str, object] = MODEL | {
+        "model.num_layers": LAYERS,
+        "training.seq_len": T,
+        "training.global_batch_size": 4,
+    }
     return memory_grid.configured({**values, "model.layers": PATTERNS[pattern], **changes})
 
 
@@ -65,65 +66,38 @@ def test_model_flops_count_pairs_of_each_layer(pattern: str) -> None:
 
 @pytest.mark.parametrize("pattern", PATTERNS)
 @pytest.mark.parametrize(("method", "layout"), LAYOUTS)
-def test_ranks_attend_to_the_pairs_of_the_busiest(pattern: str, method: str, layout: str) -> None:
+def test_layouts_split_the_pairs_of_every_window(pattern: str, method: str, layout: str) -> None:
     config = configured(
         pattern,
         **{"parallelism.cp": 4, "parallelism.cp_method": method, "parallelism.cp_layout": layout},
     )
-    rank = rank_memory(config, 4, 0)
-    for kind in rank.kinds:
+    for kind in {*config.model.build().layer_kinds}:
         pairs = SeqLayout(config.context_plan().resolved_layout, 4, (0, T)).pairs_per_rank(
             kind.window
         )
-        assert attention_pairs(rank, kind.window) == max(pairs)
         assert sum(pairs) == causal_pairs(T, kind.window)
-    by_window = rank_workload(rank).attention_by_window
-    assert {*by_window} == {kind.window for kind in rank.kinds}
-    for window, flops in by_window.items():
-        layers = sum(count for kind, count in rank.kinds.items() if kind.window == window)
-        assert flops["forward"] == 4 * 4 * layers * Q * attention_pairs(rank, window)
 
 
-@pytest.mark.parametrize("method", ["allgather", "ring", "alltoall"])
-def test_layers_with_a_window_send_a_halo_and_the_others_all_kv(method: str) -> None:
-    config = configured(
-        "5:1",
-        **{
-            "parallelism.cp": 4,
-            "parallelism.cp_method": method,
-            "parallelism.cp_layout": "contiguous",
-        },
-    )
-    sent: dict[tuple[str, str], Any] = {
-        (each.what, each.phase): (each.bytes, each.calls, each.kind)
-        for each in comm_volumes(rank_memory(config, 4, 0))
-        if each.channel == "cp"
+@pytest.mark.parametrize(
+    "method",
+    ["ulysses", *(pytest.param(each, marks=pytest.mark.slow) for each in ("allgather", "ring"))],
+)
+def test_layers_attend_within_their_own_window(method: str) -> None:
+    """Of all ranks together, in blocks with a window and without."""
+    options = {"parallelism.cp": 2, "parallelism.cp_method": method, "model.num_layers": 4}
+    config = configured("3:1", **options)
+    steps = [trace_step(config, 2, rank) for rank in range(2)]
+    short = steps[0].short
+    kinds = config.model.build().layer_kinds
+    windows = {block: kinds[layer].window for block, layer in enumerate(short.stages[0].kept)}
+    attended = Counter[int | None]()
+    for piece in (piece for step in steps for piece in step.trace.pieces):
+        if piece.place.action == "forward" and isinstance(piece.place.unit, int):
+            attended[windows[piece.place.unit]] += piece.work.attention_flops["forward"]
+    assert attended == {
+        window: short.micro_batches * count * 4 * Q * causal_pairs(T, window)
+        for window, count in Counter(windows.values()).items()
     }
-    # Ten layers, four sequences, K and V of 39 tokens.
-    halo: float = 10 * 4 * 2 * 39 * K * 4
-    for key in (
-        ("the halo", "forward"),
-        ("the halo", "backward"),
-        ("gradients of the halo", "backward"),
-    ):
-        assert sent[key][0] == pytest.approx(halo)
-        assert sent[key][1:] == (40, "all_to_all")
-    full = 2 * 4 * 2 * (T / 4) * K * 4 * 3
-    assert sent["KV", "forward"][0] == sent["gradients of KV", "backward"][0] == full
-
-
-def test_a_ring_rotates_kv_where_the_halo_of_a_window_does_not_fit() -> None:
-    options = {
-        "parallelism.cp": 4,
-        "parallelism.cp_layout": "contiguous",
-        "parallelism.cp_method": "ring",
-    }
-    for tokens, fits in ((2 * T // 4 + 1, True), (2 * T // 4 + 2, False)):
-        config = configured("5:1", **options, **{"model.layers": f'[{{"window":{tokens}}}]'})
-        rank = rank_memory(config, 4, 0)
-        (kind,) = rank.kinds
-        assert (rank.blocks[kind].halo is not None) == fits
-        assert any(each.what == "the halo" for each in comm_volumes(rank)) == fits
 
 
 def plan_of(*windows: int | None, **changes: object) -> ContextPlan:
@@ -147,17 +121,21 @@ def test_auto_exchanges_heads_unless_every_halo_is_small() -> None:
     assert plan_of(None, 1024, ranks_per_node=4).resolved_method == "hybrid"
 
 
-@pytest.mark.parametrize("pattern", PATTERNS)
-def test_a_plan_takes_less_time_and_memory_than_without_windows(pattern: str) -> None:
+def test_a_plan_takes_less_time_and_memory_than_without_windows() -> None:
     options = {
         "parallelism.cp": 4,
         "parallelism.cp_method": "allgather",
         "training.seq_len": 1 << 16,
         "training.dtype": "bfloat16",
+        "training.attention": "cudnn+flash",
+        "training.compile": "false",
+        "model.num_layers": 4,
     }
     device = load_device("h100-80gb")
-    mixed = plan_stage(configured(pattern, **options), 4, device)
-    full = plan_stage(configured(pattern, **options, **{"model.layers": "[{}]"}), 4, device)
+    mixed, full = (
+        TrainingPlan(configured("3:1", **options, **changes), 4, device)
+        for changes in ({}, {"model.layers": "[{}]"})
+    )
     assert mixed.step_seconds < full.step_seconds
     assert mixed.model_flops < full.model_flops
     assert mixed.peak_memory.device_bytes <= 1.001 * full.peak_memory.device_bytes

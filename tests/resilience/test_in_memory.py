@@ -5,6 +5,7 @@ from nothing else.
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import time
 from collections.abc import Callable, Iterator
@@ -43,16 +44,17 @@ from trainer.checkpoint.in_memory import InMemoryCheckpoints
 from trainer.checkpoint.manager import CheckpointManager
 from trainer.checkpoint.rank_sync import PhaseError
 from trainer.checkpoint.save import SaveRequest, write_checkpoint
-from trainer.errors import EXIT_FAILURE, ConfigError, RunFailedError
+from trainer.errors import EXIT_FAILURE, RunFailedError
+from trainer.launch.host_memory import in_memory_checkpoint_problems
 from trainer.launch.restarts import _progress
-from trainer.plan.memory_estimate import estimate_memory
-from trainer.plan.memory_options import fit_memory_options
+from trainer.plan.reserves import HOST_FRACTION
 from trainer.run import train_loop
 from trainer.step.process_group import World
 from trainer.step.trainer import StepResult
 from trainer.storage.artifact import HEADER_BYTES
 from trainer.storage.run_dir import RunDir
 from trainer.storage.train_state import TrainState
+from trainer.trace.answers import traced_rank_steps
 
 EXACT = ("step", "loss", "grad_norm")
 
@@ -432,24 +434,34 @@ def no_space(*_: object) -> None:
     raise OSError(28, "No space left on device")
 
 
-def test_the_plan_counts_in_memory_checkpoints_and_refuses_what_a_node_cannot_hold(
-    run: Path,
-) -> None:
+def test_a_trace_counts_in_memory_checkpoints(run: Path) -> None:
     options = ("--checkpoint.memory_interval", "1", "--parallelism.ranks_per_node", "2")
     config = configured(run, run.parent / "run", *options)
     shards = config.model.build().num_parameters * (4 + 8)
     for world_size, copies in ((2, 2), (4, 4)):
-        estimate = estimate_memory(config, world_size)
-        assert estimate.item("in-memory checkpoints").host_bytes == pytest.approx(
+        (step,) = traced_rank_steps(config, world_size, on_gpu=False)
+        assert step.memory.item("in-memory checkpoints").host_bytes == pytest.approx(
             copies * shards / world_size, rel=0.01
         )
-        assert estimate.item("async-checkpoint staging").host_bytes == 0
-    with pytest.raises(
-        ConfigError,
-        match=r"checkpoint.memory_interval = 1: a node needs .* for in-memory checkpoints",
-    ):
-        fit_memory_options(config, 2, ranks_per_node=2, device_bytes=0, host_bytes=shards)
-    fit_memory_options(config, 2, ranks_per_node=2, device_bytes=0, host_bytes=1000 * shards)
+        assert step.memory.item("async-checkpoint staging").host_bytes == 0
+
+
+def test_in_memory_checkpoints_that_a_node_cannot_hold_are_refused(run: Path) -> None:
+    config = configured(run, run.parent / "run", "--checkpoint.memory_interval", "1")
+    states = config.model.build().num_parameters * (4 + 8)
+    for nodes, copies in ((1, 2), (2, 4)):
+        usable = copies * states / nodes / HOST_FRACTION
+        refused, held = (
+            in_memory_checkpoint_problems(
+                config, 2 * nodes, ranks_per_node=2, host_bytes=share * usable
+            )
+            for share in (0.99, 1.01)
+        )
+        assert held == []
+        assert re.match(
+            r"checkpoint.memory_interval = 1: a node needs about .* for in-memory checkpoints",
+            refused[0],
+        )
 
 
 def test_memory_of_ended_runs_is_freed_and_that_of_others_refused(

@@ -14,11 +14,11 @@ import torch
 from parallelisms import gradient_check
 from trainer.config.job_config import Config
 from trainer.config.parse import load
-from trainer.plan.memory_estimate import rank_memory
 from trainer.run import auto_compile
 from trainer.run.auto_compile import resolve_auto_compile
 from trainer.step import build
 from trainer.step.process_group import World
+from trainer.trace.answers import traced_rank_steps
 
 CUDA = World(0, 1, torch.device("cuda", 0))
 CPU = World(0, 1, torch.device("cpu"))
@@ -128,11 +128,18 @@ def test_a_value_that_is_given_stays_and_is_not_checked_here(
     assert checks == []
 
 
-def test_a_plan_counts_compiled_blocks_and_a_cpus_estimate_does_not() -> None:
-    assert rank_memory(configured(), 1, 0).block.compiled
-    assert not rank_memory(configured(), 1, 0, on_cpu=True).block.compiled
-    assert not rank_memory(configured("--training.deterministic=true"), 1, 0).block.compiled
-    assert rank_memory(configured("--training.compile=true"), 1, 0, on_cpu=True).block.compiled
+def test_a_plan_counts_compiled_blocks_and_a_cpus_trace_does_not() -> None:
+    def kernels(*options: str, on_gpu: bool) -> int:
+        config = configured("--training.attention=flash", "--model.num_layers=1", *options)
+        (step,) = traced_rank_steps(config, 1, on_gpu=on_gpu)
+        return sum(step.pieces[index].work.kernels.total() for index in step.order)
+
+    eager = kernels("--training.compile=false", on_gpu=True)
+    assert kernels(on_gpu=True) < eager
+    assert kernels("--training.deterministic=true", on_gpu=True) == eager
+    on_cpu = kernels(on_gpu=False)
+    assert on_cpu == kernels("--training.compile=false", on_gpu=False)
+    assert kernels("--training.compile=true", on_gpu=False) < on_cpu
 
 
 @pytest.mark.slow

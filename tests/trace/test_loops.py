@@ -9,7 +9,7 @@ from functools import partial
 
 import pytest
 
-from tests.memory.test_estimator import configured
+from tests.trace.small_steps import configured
 from trainer.config.job_config import Config
 from trainer.trace import record as recording
 from trainer.trace.compose import ComposedStep, compose

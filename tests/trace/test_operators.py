@@ -12,7 +12,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.nn import functional as F
 
-from trainer.trace.attention_calls import attention_call
+from trainer.trace.attention_calls import attention_call, scratch_bytes
 from trainer.trace.compiled import compiler_for
 from trainer.trace.fake_kernels import FakeKernels
 from trainer.trace.operators import OpCounterMode, StorageTracker
@@ -83,8 +83,10 @@ def test_scratch_is_that_of_the_pages_table() -> None:
         for each in (heads, kv_heads)
     )
     lengths = (ends([tokens]), ends([tokens]), tokens, tokens)
-    flash = attention_call(
-        aten._flash_attention_backward, (q, q, k, k, q, q, *lengths, 0.0, True, None, None), {}
+    packed = (q, q, k, k, q, q, *lengths, 0.0, True, None, None)
+    flash, deterministic = (
+        scratch_bytes(aten._flash_attention_backward, packed, deterministic=each)
+        for each in (False, True)
     )
     dense_q, dense_k = (x[None].transpose(1, 2) for x in (q, k))
     dense = (
@@ -104,12 +106,14 @@ def test_scratch_is_that_of_the_pages_table() -> None:
         0.0,
         True,
     )
-    cudnn = attention_call(aten._scaled_dot_product_cudnn_attention_backward, dense, {})
-    assert flash is not None
-    assert cudnn is not None
+    cudnn = scratch_bytes(
+        aten._scaled_dot_product_cudnn_attention_backward, dense, deterministic=False
+    )
     padded = tokens + 128
-    assert flash.scratch_bytes == heads * (padded * (4 * width + 4) + tokens * 4 * width)
-    assert cudnn.scratch_bytes == heads * tokens * (6 * width + 4 + 4 * width)
+    assert flash == heads * (padded * (4 * width + 4) + tokens * 4 * width)
+    assert cudnn == heads * tokens * (6 * width + 4 + 4 * width)
+    # As many sums of the gradient of queries as heads do not fill of 132 multiprocessors.
+    assert deterministic - flash == 16 * heads * padded * 4 * width
 
 
 OPERATORS: dict[str, Callable[[Tensor, Tensor], Any]] = {
@@ -236,3 +240,11 @@ def test_a_mask_of_all_pairs_of_tokens_takes_no_memory_of_the_host() -> None:
         assert not isinstance(places, FakeTensor), "control flow may depend on it"
         assert isinstance(places[:, None] - places, FakeTensor)
     assert allocated(within)
+
+
+def test_an_operator_does_not_read_what_it_only_writes_to() -> None:
+    counter = OpCounterMode()
+    with counter.enable():
+        x, y, z = (torch.empty(1024) for _ in range(3))
+        torch.mul(x, y, out=z)
+    assert counter.work.moved_bytes.total() == 3 * x.nbytes

@@ -9,12 +9,14 @@ from pathlib import Path
 
 import pytest
 
-from tests.memory.test_estimator import configured
+from tests.trace.small_steps import FOUR, configured
 from trainer.config.job_config import Config
+from trainer.config.sections import OPTIMIZER_CHUNK_ELEMENTS
 from trainer.trace import answers
 from trainer.trace.answers import traced_rank_steps
 from trainer.trace.rank_step import rank_step
 from trainer.trace.record import trace_step
+from trainer.trace.tensors import MemoryEstimate
 
 CASE = "model.num_layers=6 training.global_batch_size=4 parallelism.cp=2 memory.recompute=keep_attention training.compile=false"
 
@@ -106,3 +108,48 @@ def test_another_world_size_is_another_question() -> None:
     traced_rank_steps(case(), 2, on_gpu=False)
     traced_rank_steps(case(), 4, on_gpu=False)
     assert len([*answers.cache_folder().iterdir()]) == 2
+
+
+def peaks(config: Config, world_size: int = 1) -> list[MemoryEstimate]:
+    return [step.memory for step in traced_rank_steps(config, world_size, on_gpu=False)]
+
+
+@pytest.mark.parametrize(
+    ("ffn_dim", "elements"), [(8192, 8192 * 128), (200_000, OPTIMIZER_CHUNK_ELEMENTS)]
+)
+def test_bfloat16_moments_take_half_and_are_upcast_in_chunks(ffn_dim: int, elements: int) -> None:
+    """Chunks of the largest weight, or of at most OPTIMIZER_CHUNK_ELEMENTS."""
+    short = "training.seq_len=16 model.num_layers=1 model.ffn_dim"
+    wide, narrow = (
+        peaks(configured(f"{short}={ffn_dim} memory.optimizer_dtype={kept}"))[0]
+        for kept in ("float32", "bfloat16")
+    )
+    halved = wide.item("optimizer state").device_bytes / 2
+    assert narrow.item("optimizer state").device_bytes == pytest.approx(halved, rel=1e-3)
+    assert narrow.phase == "optimizer" != wide.phase
+    both = narrow.item("transient activations").device_bytes
+    assert both == pytest.approx(8 * elements, rel=0.01)
+
+
+def test_the_first_pipeline_rank_has_the_highest_peak() -> None:
+    first, last = peaks(configured(FOUR), 2)
+    assert first.device_bytes > last.device_bytes
+    assert (first.pp_rank, last.pp_rank) == (0, 1)
+
+
+def test_each_recompute_policy_saves_fewer_activations() -> None:
+    none, some, full = (
+        peaks(configured(f"memory.recompute={policy}"))[0].item("saved activations").device_bytes
+        for policy in ("none", "keep_attention", "full")
+    )
+    assert none > some > full
+
+
+def test_a_step_is_that_of_the_busiest_rank() -> None:
+    config = case(
+        model__num_layers="1", parallelism__cp_method="ring", parallelism__cp_layout="contiguous"
+    )
+    (step,) = traced_rank_steps(config, 2, on_gpu=False)
+    attended = sum(step.pieces[index].work.attention_flops.total() for index in step.order)
+    by_rank = [trace_step(config, 2, rank).whole.work.attention_flops.total() for rank in (0, 1)]
+    assert attended == max(by_rank)

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.memory.test_estimator import configured
+from tests.trace.small_steps import configured
 from trainer.config.parse import load
 from trainer.trace.compiled import FusedKernels, compiler_for
 from trainer.trace.operators import OpCounterMode, StorageTracker

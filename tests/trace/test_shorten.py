@@ -7,7 +7,7 @@ from collections.abc import Hashable, Iterator, Sequence
 
 import pytest
 
-from tests.memory.test_estimator import configured
+from tests.trace.small_steps import configured
 from trainer.trace.pieces import BEGIN, FINISH, OPTIMIZER, Place
 from trainer.trace.shorten import ShortStep, shortened_blocks, shortened_runs
 

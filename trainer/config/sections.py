@@ -386,8 +386,8 @@ class MemorySection(Section):
     loss_chunk_mib: PositiveInt | Literal["auto"] = "auto"
     """Memory per chunk of logits in MiB; the full logits never exist.
 
-    `auto` takes the largest power of two from 256 to 1024 that fits the device, 2048 or 4096 if
-    the peak stays the same, and 256 on a CPU.
+    `auto` takes the fastest power of two from 256 to 4096 that fits the device, the smallest of
+    equally fast ones, and 256 on a CPU.
     """
     optimizer_placement: Literal["device", "host"] = "device"
     """Where parameters, gradients and optimizer state are stored; `host` fetches each block when

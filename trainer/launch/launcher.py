@@ -12,6 +12,7 @@ import sys
 from argparse import Namespace
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -20,7 +21,6 @@ from trainer.command_table import typed
 from trainer.commands import CommandParser, run_command
 from trainer.config import checks, summary
 from trainer.config.job_config import Config, TrainingStage
-from trainer.config.overrides import with_overrides
 from trainer.config.parse import find_config_file, load, name_flags, parse_arguments, show_path
 from trainer.config.run_spec import SECRET_ENV, RunSpec
 from trainer.config.sections import is_remote, remote_url
@@ -39,8 +39,8 @@ from trainer.errors import (
     missing_package,
     shorten,
 )
-from trainer.hardware.device_specs import select_device
-from trainer.hardware.host import GIB, node_memory_bytes
+from trainer.hardware.device_specs import DEFAULT_DEVICE, DeviceSpec, load_device, select_device
+from trainer.hardware.host import node_memory_bytes
 from trainer.launch.cluster import (
     LaunchWorld,
     count_gpus,
@@ -49,16 +49,15 @@ from trainer.launch.cluster import (
     pluralize,
     set_worker_environment,
 )
+from trainer.launch.host_memory import in_memory_checkpoint_problems
 from trainer.launch.initial_checks import validate_initial_weights
 from trainer.launch.initial_tokenizer import validate_initial_tokenizer
-from trainer.launch.predict import predict
+from trainer.launch.predict import memory_summary, predict
 from trainer.launch.remote_weights import fetch_initial_weights
 from trainer.launch.restarts import run_with_restarts
 from trainer.launch.secret import launch_secret
 from trainer.metrics import loggers
-from trainer.plan.memory_advice import memory_summary
-from trainer.plan.memory_estimate import estimate_memory
-from trainer.plan.memory_options import Choice, choose_memory_options, describe_choice
+from trainer.plan.memory_options import Choice, choose_memory_options
 from trainer.resilience.signals import Interrupted, SignalHandler
 from trainer.storage import exit_markers
 from trainer.storage.object_store import missing_library
@@ -297,11 +296,24 @@ def load_and_validate(
         with collecting(problems):
             fetch_initial_weights(config)
     problems += initial_problems(stages[0].config)
-    # Memory is chosen last: the estimate of an invalid layout would raise or mislead.
+    # Memory comes last: the plan of an invalid layout would raise or mislead.
     for each in () if problems else stages:
-        with collecting(problems):
-            _choose_memory(each.config, world)
+        problems += memory_problems(each.config, world)
     return config, world, problems
+
+
+def memory_problems(config: Config, world: LaunchWorld) -> list[str]:
+    """Why memory is known to be too small before any device is."""
+    problems = in_memory_checkpoint_problems(
+        config,
+        world.world_size,
+        ranks_per_node=world.nproc_per_node,
+        host_bytes=node_memory_bytes(),
+    )
+    if config.memory.recompute == "auto" and config.memory.device_gib is not None:
+        with collecting(problems):
+            _choose_memory(config, world, select_device(config))
+    return problems
 
 
 def initial_problems(config: Config) -> list[str]:
@@ -433,37 +445,23 @@ def describe_stage(config: Config, world: LaunchWorld) -> list[str]:
 
 
 def _memory_summary(config: Config, world: LaunchWorld) -> list[str]:
-    """Predicted memory, as far as it is known without a device."""
+    """Predicted memory, where a device is known."""
+    device = select_device(config)
+    if device is None and config.memory.device_gib is None:
+        return ["memory is predicted where devices are known: set plan.device to see it here"]
     try:
-        choice = _choose_memory(config, world)
-    except ConfigError:  # Reported by `load_and_validate`.
-        return []
-    if choice is None:
-        return [
-            'memory.recompute = "auto" is resolved once devices are known; set memory.device_gib to see it here'
-        ]
-    described = describe_choice(config, choice) if config.memory.device_gib is not None else ""
+        choice = _choose_memory(config, world, device)
+    except ConfigError as error:
+        return error.problems
+    described = choice.description
     lines = [f'memory options that are "auto": {described}'] if described else []
-    return [
-        *lines,
-        memory_summary(choice.config, estimate_memory(choice.config, world.world_size)),
-    ]
+    return [*lines, memory_summary(choice.plan)]
 
 
-def _choose_memory(config: Config, world: LaunchWorld) -> Choice | None:
-    """Resolves `recompute = "auto"`; None while no device is known. Raises `ConfigError`."""
-    if config.memory.device_gib is None:
-        if config.memory.recompute == "auto":
-            return None
-        # Without the memory of a device, "auto" is checked with the smallest chunk. The device may
-        # have room for a larger one.
-        config = with_overrides(
-            config, {"memory.loss_chunk_mib": config.memory.loss_chunk_bytes >> 20}
-        )
-    return choose_memory_options(
-        config,
-        world.world_size,
-        ranks_per_node=world.nproc_per_node,
-        device_bytes=(config.memory.device_gib or 0) * GIB,
-        host_bytes=node_memory_bytes(),
+def _choose_memory(config: Config, world: LaunchWorld, device: DeviceSpec | None) -> Choice:
+    """Resolves what is "auto". Raises ConfigError."""
+    device = device or load_device(DEFAULT_DEVICE)
+    planned = replace(
+        device, host_memory=node_memory_bytes(), devices_per_node=world.nproc_per_node
     )
+    return choose_memory_options(config, world.world_size, planned)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Protocol
 
@@ -74,9 +74,9 @@ class Profilers:
         *,
         rank: int,
         device: torch.device,
-        advice: Sequence[str] = (),
+        advice: Callable[[], Sequence[str]] = tuple,
     ) -> None:
-        """`advice` is reported when device memory runs out."""
+        """`advice`: what is reported when device memory runs out."""
         self.advice = advice
         is_cuda = device.type == "cuda"
         self.windows: list[StepWindow] = []
@@ -101,7 +101,7 @@ class Profilers:
         """Dumps a memory snapshot of a CUDA device; returns the error message with advice."""
         if self.oom_snapshot_path is not None:
             dump_memory_snapshot(self.oom_snapshot_path)
-        return "\n".join((f"out of device memory: {error}", *self.advice))
+        return "\n".join((f"out of device memory: {error}", *self.advice()))
 
 
 def dump_memory_snapshot(path: Path) -> None:

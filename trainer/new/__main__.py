@@ -9,6 +9,7 @@ import os
 import sys
 from argparse import Namespace
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -26,6 +27,7 @@ from trainer.config.sections import MAX_SEQ_LEN
 from trainer.errors import EXIT_SUCCESS, ConfigError
 from trainer.plan.document import format_gib
 from trainer.plan.plan import TrainingPlan
+from trainer.plan.tracing import tracing_processes
 
 DESCRIPTION = """\
 Writes NAME.toml, the configuration of a new run on the fastest layout that the planner finds, and NAME.md, which
@@ -65,13 +67,15 @@ def run(options: Namespace, overrides: list[str]) -> int:
     from trainer.new.compose import RunChoices, given_values
     from trainer.new.layout import script
     from trainer.new.page import render_page
-    from trainer.plan.report import search_report
+    from trainer.plan.report import search_report, search_suggestions
 
     files = {suffix: Path(f"{options.name}.{suffix}") for suffix in ("toml", "md", "sh")}
     given = given_values(options.name, overrides)
     require_new_files(options.name, files.values(), force=options.force)
     new = RunChoices(options, given, os.environ, is_terminal=is_terminal()).new_run()
-    result = new.fastest_layouts(overrides)
+    with tracing_processes() as trace:
+        result = new.fastest_layouts(overrides, trace)
+        suggestions = search_suggestions(result, trace)
     best = result.best[0]
     files["toml"].write_text(new.toml(best.config, best.step_seconds))
     # From the file, as a run will read it.
@@ -79,6 +83,7 @@ def run(options: Namespace, overrides: list[str]) -> int:
     title = f"{config.job.name} on {new.world_size:,} x {new.device.name}"
     words = [*options.words, *new.answers]
     report = search_report(result, title, new.device, notes=[f"command: {typed('new', *words)}"])
+    report = replace(report, suggestions=suggestions)
     commands = [*new.next_commands(config, files["toml"])]
     page = render_page(
         config, report, model=new.source.description, remarks=new.remarks, commands=commands

@@ -29,7 +29,7 @@ from trainer.plan import search as layouts
 from trainer.plan.__main__ import pinned_keys
 from trainer.plan.layout_words import TOML_SECTIONS, describe_layout
 from trainer.plan.search import SearchResult
-from trainer.plan.tracing import tracing_processes
+from trainer.plan.tracing import Trace
 from trainer.slurm.__main__ import render_script
 from trainer.storage.run_dir import RunDir
 
@@ -86,7 +86,7 @@ class NewRun:
             remarks.append(repetition)
         return remarks
 
-    def fastest_layouts(self, overrides: Sequence[str]) -> SearchResult:
+    def fastest_layouts(self, overrides: Sequence[str], trace: Trace) -> SearchResult:
         """The layouts that fit, fastest first.
 
         Raises `ConfigError` if the run cannot start, `DoesNotFitError` if none fits.
@@ -95,10 +95,7 @@ class NewRun:
         if problems := [*_problems(config)]:
             raise ConfigError(problems)
         pinned = pinned_keys(overrides)
-        with tracing_processes() as trace:
-            result = layouts.search(
-                config, self.world_size, self.device, pinned=pinned, trace=trace
-            )
+        result = layouts.search(config, self.world_size, self.device, pinned=pinned, trace=trace)
         if result.problems:
             raise ConfigError([*result.problems])
         if not result.best:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import sys
 from argparse import Namespace
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -47,6 +47,7 @@ from trainer.plan.search import (
     with_seq_len,
 )
 from trainer.plan.search import search as search_layouts
+from trainer.plan.suggestions import suggestions
 from trainer.plan.tracing import tracing_processes
 
 DESCRIPTION = "Predicts memory, step time and cost of a run. Exits with 3 if it does not fit."
@@ -68,7 +69,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def plan(options: Namespace, overrides: Sequence[str]) -> int:
-    from trainer.plan.report import plan_report
+    from trainer.plan.report import curves, plan_report
 
     config = load(overrides)
     if options.seq_len:
@@ -79,14 +80,18 @@ def plan(options: Namespace, overrides: Sequence[str]) -> int:
     if problems := checks.layout_problems(config, world_size):
         advice = f"the mesh does not match {world_size:,} devices: {typed('plan', 'search', '--gpus', world_size)} finds one"
         raise ConfigError([*problems, advice] if requested_size else problems)
-    run = plan_run(config, world_size, device, trace=not options.quick)
-    report = plan_report(run, why=options.why, notes=option_notes(options, config))
-    emit_report(report, options.html)
+    with tracing_processes() as trace:
+        run = plan_run(config, world_size, device, trace=trace)
+        stage = run.fullest_stage
+        report = plan_report(run, why=options.why, notes=option_notes(options, config))
+        if options.html:
+            report = replace(report, sections=[*report.sections, *curves(stage, trace)])
+        emit_report(report, lambda: map(str, suggestions(stage, trace)), options.html)
     return EXIT_SUCCESS if run.fits else EXIT_DOES_NOT_FIT
 
 
 def search(options: Namespace, overrides: Sequence[str]) -> int:
-    from trainer.plan.report import search_report
+    from trainer.plan.report import search_report, search_suggestions
 
     if options.longest + options.fewest + bool(options.seq_len and options.longest) > 1:
         raise ConfigError(
@@ -113,16 +118,21 @@ def search(options: Namespace, overrides: Sequence[str]) -> int:
         find = partial(finder, config, world_size, pinned=pinned)
     with tracing_processes() as trace:
         result = find(device=device, trace=trace)
-    remarks = [f"longer sequences do not fit: {result.shortage}"] if result.shortage else []
-    found = result.best[0].config if result.best else config
-    if found.training.tokens_per_step != file_tokens:
-        remarks.append(
-            f"a step has {found.training.tokens_per_step:,} tokens here, and {file_tokens:,} in the configuration"
-        )
-    notes = [*remarks, *option_notes(options, config)]
-    title = search_title(options, config, world_size, device, result)
-    emit_report(search_report(result, title, device, notes=notes), options.html)
+        title = search_title(options, config, world_size, device, result)
+        notes = [*remarks_of(result, config, file_tokens), *option_notes(options, config)]
+        report = search_report(result, title, device, notes=notes)
+        emit_report(report, lambda: search_suggestions(result, trace), options.html)
     return EXIT_SUCCESS if result.best else EXIT_DOES_NOT_FIT
+
+
+def remarks_of(result: SearchResult, config: Config, file_tokens: int) -> Iterator[str]:
+    """`file_tokens`: tokens of a step in the configuration file."""
+    if result.shortage:
+        yield f"longer sequences do not fit: {result.shortage}"
+    found = result.best[0].config if result.best else config
+    tokens = found.training.tokens_per_step
+    if tokens != file_tokens:
+        yield f"a step has {tokens:,} tokens here, and {file_tokens:,} in the configuration"
 
 
 def search_title(
@@ -171,11 +181,6 @@ def build_parser() -> CommandParser:
     parser = CommandParser(typed("plan"), DESCRIPTION, run=plan, overrides=overrides)
     add_devices(parser)
     add = parser.add_argument
-    add(
-        "--quick",
-        action="store_true",
-        help="by formulas instead of a trace of the code: in a second, less exact",
-    )
     why_help = (
         "also every tensor of the fullest rank: shape, dtype, lifetime, and who allocates it"
     )
@@ -280,18 +285,32 @@ def option_notes(options: Namespace, config: Recipe) -> list[str]:
     return [*remarks, *notes, f"command: {typed('plan', *options.words)}"]
 
 
-def emit_report(report: PlanReport, html: Path | None) -> None:
-    from trainer.plan.console import show
+def emit_report(
+    report: PlanReport, suggest: Callable[[], Iterable[str]], html: Path | None
+) -> None:
+    """Prints a report, and its suggestions as soon as they are traced."""
+    from trainer.plan.console import show, show_suggestions
 
+    clear_progress()
+    if html is None:
+        show(report)
+        suggested = [*suggest()]
+        clear_progress()
+        show_suggestions(suggested)
+        return
+    # The page comes first: a reader of standard output may close it early.
+    from trainer.plan.html import render_html
+
+    report = replace(report, suggestions=[*suggest()])
+    clear_progress()
+    html.write_text(render_html(report), encoding="utf-8")
+    sys.stderr.write(f"wrote {html}\n")
+    show(report)
+
+
+def clear_progress() -> None:
     if sys.stderr.isatty():
         sys.stderr.write("\r\033[K")
-    # First: a reader of standard output may close it early.
-    if html is not None:
-        from trainer.plan.html import render_html
-
-        html.write_text(render_html(report), encoding="utf-8")
-        sys.stderr.write(f"wrote {html}\n")
-    show(report)
 
 
 if __name__ == "__main__":

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import zip_longest
 from textwrap import fill
 
@@ -40,8 +40,22 @@ def show(report: PlanReport, console: Console | None = None) -> None:
 
     On a narrower console, a table becomes name/value lines; no value is cut.
     """
-    console = console or Console(width=None if sys.stdout.isatty() else MAX_WIDTH)
-    for text, is_heading in _report_blocks(report, console):
+    console = console or _console()
+    _print(_report_blocks(report, console), console)
+
+
+def show_suggestions(suggestions: Sequence[str]) -> None:
+    """Prints what `show` has left out because it was not known yet."""
+    console = _console()
+    _print(_list_blocks("suggestions", suggestions, min(console.width, MAX_WIDTH)), console)
+
+
+def _console() -> Console:
+    return Console(width=None if sys.stdout.isatty() else MAX_WIDTH)
+
+
+def _print(blocks: Iterable[tuple[str, bool]], console: Console) -> None:
+    for text, is_heading in blocks:
         console.out(text, style="bold" if is_heading else None, highlight=False)
 
 
@@ -60,13 +74,18 @@ def _report_blocks(report: PlanReport, console: Console) -> Iterator[tuple[str, 
         yield "\n" + fill(section.title, width), True
         yield _render_table(table, console), False
         yield from ((fill(note, width), False) for note in notes)
-    if report.notes:
-        yield "\nnotes", True
-        for note in report.notes:
-            yield fill(note, width, initial_indent="- ", subsequent_indent="  "), False
+    yield from _list_blocks("notes", report.notes, width)
     for title, toml in report.titled_configurations:
         yield f"\n{title}", True
         yield toml.rstrip("\n"), False
+    yield from _list_blocks("suggestions", report.suggestions, width)
+
+
+def _list_blocks(heading: str, texts: Sequence[str], width: int) -> Iterator[tuple[str, bool]]:
+    if texts:
+        yield f"\n{heading}", True
+    for text in texts:
+        yield fill(text, width, initial_indent="- ", subsequent_indent="  "), False
 
 
 def _to_table(section: BarChart | Table | LineChart) -> tuple[Table, list[str]]:

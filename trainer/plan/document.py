@@ -129,6 +129,8 @@ class PlanReport:
     """(label, value with unit)."""
     sections: Sequence[BarChart | Table | LineChart]
     notes: Sequence[str] = ()
+    suggestions: Sequence[str] = ()
+    """Changes that would help."""
     configurations: Sequence[str] = ()
     """Sections of alternative configurations to paste, each a valid TOML by itself."""
 
@@ -174,6 +176,16 @@ def format_number(value: float, decimals: int) -> str:
 
 def format_gib(size: float) -> str:
     return f"{size / GIB:,.1f}" if size < 1000 * GIB else f"{size / GIB:,.0f}"
+
+
+def format_seconds(seconds: float) -> str:
+    return (
+        f"{1e3 * seconds:.3g} ms"
+        if seconds < 1
+        else f"{seconds:.3g} s"
+        if seconds < 1000
+        else f"{seconds:,.0f} s"
+    )
 
 
 def is_numeric(cells: Iterable[str]) -> bool:

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 from dataclasses import dataclass
 from math import lcm
 
 from parallelisms.mesh.process_groups import rank_zero_groups
 from trainer.config.job_config import Config
 from trainer.hardware.device_specs import DeviceSpec
-from trainer.plan.comm_volume import CommVolume
 
 CALL_OVERHEAD = 10e-6
 """Seconds from the call of a collective to its first byte: launch and rendezvous of the NCCL
@@ -141,12 +140,3 @@ def latency(kind: str, group: GroupTopology, device: DeviceSpec) -> float:
         + remote_steps * device.network_latency
         + (steps - remote_steps) * device.link_latency
     )
-
-
-def message_seconds(
-    message: CommVolume, groups: Mapping[str, GroupTopology], device: DeviceSpec
-) -> float:
-    """Seconds of all calls in one step, back to back."""
-    group = groups[message.channel]
-    call_latency = latency(message.kind, group, device)
-    return message.bytes / bandwidth(message.kind, group, device) + message.calls * call_latency

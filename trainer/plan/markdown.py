@@ -35,11 +35,12 @@ def _lines(report: PlanReport) -> Iterator[str]:
         yield f"### {escape(section.title.capitalize())}"
         yield ""
         yield from _table_lines(_to_table(section))
-    if report.notes:
-        yield ""
-        yield "### Notes"
-        yield ""
-        yield from (f"- {escape(note)}" for note in report.notes)
+    for heading, texts in (("Suggestions", report.suggestions), ("Notes", report.notes)):
+        if texts:
+            yield ""
+            yield f"### {heading}"
+            yield ""
+            yield from (f"- {escape(text)}" for text in texts)
 
 
 def _to_table(section: BarChart | Table | LineChart) -> Table:

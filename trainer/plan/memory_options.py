@@ -1,241 +1,274 @@
-"""`memory.recompute = "auto"`: the fastest memory options predicted to fit; `memory.loss_chunk_mib
-= "auto"`: the largest chunk of logits that costs no memory. Imports no torch.
+"""`memory.recompute = "auto"` and `memory.loss_chunk_mib = "auto"`: the fastest memory options that
+fit. Coarse estimates rank them; the answer is traced. Imports no torch but for a trace that is not
+known.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import product
 from typing import Any
 
-from trainer.config import checks
 from trainer.config.job_config import Config
 from trainer.config.overrides import with_overrides
 from trainer.config.sections import MIN_LOSS_CHUNK_MIB
 from trainer.config.toml_format import toml_value
 from trainer.errors import ConfigError
+from trainer.hardware.attention_choice import with_attention_choice
+from trainer.hardware.device_specs import DeviceSpec
 from trainer.hardware.host import GIB
-from trainer.plan.memory_estimate import (
-    SAVED_ACTIVATIONS,
-    MemoryEstimate,
-    estimate_memory,
-    rank_memory,
-)
-from trainer.plan.reserves import DEVICE_FRACTION, PINNED_OVERHEAD
+from trainer.plan.plan import TrainingPlan
+from trainer.plan.reserves import DEVICE_FRACTION, HOST_FRACTION
+from trainer.plan.traced_forms import MAX_ROUNDS, TIE_FACTOR, Form, Traces, form_of
+from trainer.plan.tracing import Trace, traced_plans
 
-HOST_FRACTION = 0.75
-"""Usable share of node memory at launch; the rest is for processes and data loading."""
-# Values by key, in the order tried, with the estimated relative step-time overhead (copies,
-# launches, partial sums).
-MEMORY_OPTIONS: dict[str, dict[Any, float]] = {
-    "recompute": {"none": 0, "keep_attention": 0, "full": 0},
-    "offload": {"none": 0, "inputs": 0.004, "inputs_and_attention": 0.008},
-    "mlp_tile_mib": {None: 0, 1024: 0.01, 256: 0.03},
-    "head_groups": {1: 0, 2: 0.004, 4: 0.01, 8: 0.02, 16: 0.04},
-    "blocks_per_checkpoint": {1: 0, 2: 0, 4: 0, 8: 0},
+MEMORY_OPTIONS: dict[str, tuple[Any, ...]] = {
+    "recompute": ("none", "keep_attention", "full"),
+    "offload": ("none", "inputs", "inputs_and_attention"),
+    "mlp_tile_mib": (None, 1024, 256),
+    "head_groups": (1, 2, 4, 8, 16),
+    "blocks_per_checkpoint": (1, 2, 4, 8),
 }
-
-LOSS_CHUNKS_MIB = (1024, 512, MIN_LOSS_CHUNK_MIB)
-"""1024 MiB are 2,093 rows of a vocabulary of 128,256: the sum of weight gradients is hidden behind
-a product of 700.
-"""
-FREE_LOSS_CHUNKS_MIB = (4096, 2048)
-"""Chunks that are taken only if they do not raise the peak. With a vocabulary of 201,088, a chunk
-of 1024 MiB is 1,334 rows; one four times as large takes 4 % off a step of gpt-oss-20b on an H200
-(benchmarks/measured/2026-11-27-h200.jsonl).
+"""Values by key, the first of them the simplest."""
+LOSS_CHUNKS_MIB = (MIN_LOSS_CHUNK_MIB, 512, 1024, 2048, 4096)
+"""With a vocabulary of 201,088, a chunk of 1024 MiB is 1,334 rows; one four times as large takes 4 %
+off a step of gpt-oss-20b on an H200 (benchmarks/measured/2026-11-27-h200.jsonl).
 """
 
 
 class NothingFitsError(ConfigError):
-    """`closest` is the legal candidate that needs least of a device."""
+    """`closest` is the plan that needs least."""
 
-    def __init__(self, problems: list[str], closest: Config) -> None:
+    def __init__(self, problems: list[str], closest: TrainingPlan) -> None:
         super().__init__(problems)
         self.closest = closest
 
 
 @dataclass(frozen=True)
 class Choice:
-    config: Config
-    reason: str = ""
-    """Which limit faster options exceed; empty if the fastest fit, or if `memory.recompute` was
-    stated.
+    """The plan that a run with "auto" takes."""
+
+    plan: TrainingPlan
+    description: str = ""
+    """The chosen options as TOML assignments, and what a better option lacks; empty if nothing was
+    "auto".
     """
 
-
-@dataclass(frozen=True, kw_only=True)
-class Limits:
-    """Bytes that a device and a node may use."""
-
-    device: float
-    host: float
-    """Usable bytes of a node's host memory."""
-    budget: float | None
-    """Bytes of a node's host memory for offloaded activations, from `memory.host_budget_gib`."""
-    ranks_per_node: int
-
-    def device_shortage(self, estimate: MemoryEstimate) -> str:
-        """Message about missing device memory; empty if the device suffices."""
-        return _shortage(
-            estimate.device_bytes, self.device, f"usable on a device ({DEVICE_FRACTION:.0%} of it)"
-        )
-
-    def host_shortage(self, estimate: MemoryEstimate) -> str:
-        """Message about missing host memory; empty if the budget and the node suffice."""
-        activations = estimate.item(SAVED_ACTIVATIONS).host_bytes
-        saved = activations * self.ranks_per_node * PINNED_OVERHEAD
-        over_budget = (
-            ""
-            if self.budget is None
-            else _shortage(saved, self.budget, "of memory.host_budget_gib")
-        )
-        held = (estimate.host_bytes - activations) * self.ranks_per_node + saved
-        usable = f"of host memory usable on a node ({HOST_FRACTION:.0%} of it)"
-        return over_budget or _shortage(held, self.host, usable)
-
-
-@dataclass(frozen=True)
-class Rejected:
-    """Options that do not fit, and what they lack."""
-
-    config: Config
-    device_bytes: float
-    device_shortage: str
-    host_shortage: str
-
     @property
-    def shortage(self) -> str:
-        return " and ".join(filter(None, (self.device_shortage, self.host_shortage)))
-
-
-def _shortage(needed: float, limit: float, of_what: str) -> str:
-    return (
-        f"needs {needed / GIB:.1f} of the {limit / GIB:.1f} GiB {of_what}"
-        if needed > limit
-        else ""
-    )
-
-
-def fit_memory_options(
-    config: Config, world_size: int, *, ranks_per_node: int, device_bytes: float, host_bytes: float
-) -> Config:
-    """The configuration that `choose_memory_options` chooses."""
-    return choose_memory_options(
-        config,
-        world_size,
-        ranks_per_node=ranks_per_node,
-        device_bytes=device_bytes,
-        host_bytes=host_bytes,
-    ).config
+    def config(self) -> Config:
+        """The configuration of a run, whose ranks may pin as much of their host as was planned."""
+        memory = self.plan.config.memory
+        if memory.offload == "none" or memory.host_budget_gib is not None:
+            return self.plan.config
+        return with_overrides(
+            self.plan.config, {"memory.host_budget_gib": self.plan.usable_host_memory / GIB}
+        )
 
 
 def choose_memory_options(
-    config: Config, world_size: int, *, ranks_per_node: int, device_bytes: float, host_bytes: float
+    config: Config, world_size: int, device: DeviceSpec, *, trace: Trace = traced_plans
 ) -> Choice:
     """Resolves `memory.recompute` and `memory.loss_chunk_mib` if they are "auto"; keys of `memory`
     that the user set are kept.
 
-    `host_bytes` is the memory of one node. Raises NothingFitsError, or ConfigError if every
-    candidate breaks a rule.
+    Raises NothingFitsError, or ConfigError if every candidate breaks a rule.
     """
-    budget_gib = config.memory.host_budget_gib
-    limits = Limits(
-        device=device_bytes * DEVICE_FRACTION,
-        host=host_bytes * HOST_FRACTION,
-        budget=None if budget_gib is None else budget_gib * GIB,
-        ranks_per_node=ranks_per_node,
-    )
-    if config.memory.recompute != "auto":
-        _require_in_memory_checkpoints_fit(config, world_size, ranks_per_node, limits.host)
-        choice = Choice(config)
-    else:
-        choice = _fit_recomputation(config, world_size, limits)
-    return Choice(_fit_loss_chunk(choice.config, world_size, limits.device), choice.reason)
+    search = _OptionSearch(config, world_size, device)
+    return search.choice(trace) if search.is_needed else Choice(search.stated_plan())
 
 
-def _fit_loss_chunk(config: Config, world_size: int, device_limit: float) -> Config:
-    """Resolves `memory.loss_chunk_mib = "auto"`, with which all else was fitted to the smallest
-    chunk.
+def first_guess(config: Config, world_size: int, device: DeviceSpec) -> TrainingPlan:
+    """The plan that `choose_memory_options` traces first.
+
+    Raises ConfigError if every candidate breaks a rule.
     """
-    if config.memory.loss_chunk_mib != "auto":
-        return config
-    limit = max(device_limit, estimate_memory(config, world_size).device_bytes)
-    # All else was fitted with the smallest chunk, so that one always fits.
-    chosen = _largest_chunk(config, LOSS_CHUNKS_MIB, world_size, limit) or config
-    # Still larger chunks are free where another moment of the step sets the peak.
-    peak = estimate_memory(chosen, world_size).device_bytes
-    return _largest_chunk(config, FREE_LOSS_CHUNKS_MIB, world_size, peak) or chosen
-
-
-def _largest_chunk(
-    config: Config, sizes_mib: Sequence[int], world_size: int, limit: float
-) -> Config | None:
-    """The configuration with the largest chunk that needs at most `limit` bytes of a device and
-    that the tokens can fill; None if there is none.
-    """
-    candidates = (with_overrides(config, {"memory.loss_chunk_mib": mib}) for mib in sizes_mib)
-    useful = (each for each in candidates if not _is_wider_than_all_logits(each, world_size))
-    return next(
-        (each for each in useful if estimate_memory(each, world_size).device_bytes <= limit), None
+    search = _OptionSearch(config, world_size, device)
+    return (
+        search.plan(search.best() or search.leanest())
+        if search.is_needed
+        else search.stated_plan()
     )
 
 
-def _is_wider_than_all_logits(config: Config, world_size: int) -> bool:
-    """Whether half of the chunk has room for every token of a micro-batch."""
-    rank = rank_memory(config, world_size, config.parallelism.pp - 1)
-    is_smallest = config.memory.loss_chunk_bytes >> 20 == MIN_LOSS_CHUNK_MIB
-    return not is_smallest and rank.loss_chunk_tokens // 2 >= rank.head_tokens
+class _OptionSearch:
+    """Memory options of one layout, and their traces."""
 
+    def __init__(self, config: Config, world_size: int, device: DeviceSpec) -> None:
+        memory = config.memory
+        if memory.device_gib is not None:
+            device = replace(device, memory=memory.device_gib * GIB)
+            config = with_overrides(config, {"memory.device_gib": None})
+        self.config = with_attention_choice(config, device)
+        self.world_size = world_size
+        self.device = device
+        self.traces = Traces()
+        self.problems: list[str] = []
+        self.is_open = memory.recompute == "auto"
+        """Whether more than the chunk of logits can be chosen."""
+        self.is_needed = self.is_open or memory.loss_chunk_mib == "auto"
+        """Whether anything is left to choose."""
 
-def _fit_recomputation(config: Config, world_size: int, limits: Limits) -> Choice:
-    """Resolves `memory.recompute = "auto"`."""
-    found_problems: list[str] = []
-    rejected: list[Rejected] = []
-    # The first candidate that fits is the fastest: candidates come in the order of their estimated
-    # step time.
-    for candidate in sorted(_candidates(config), key=_relative_step_time):
-        if problems := checks.layout_problems(candidate, world_size):
-            found_problems = found_problems or problems
-            continue
-        estimate = estimate_memory(candidate, world_size)
-        shortages = limits.device_shortage(estimate), limits.host_shortage(estimate)
-        if any(shortages):
-            rejected.append(Rejected(candidate, estimate.device_bytes, *shortages))
-            continue
-        # Ranks enforce the limit that the estimate assumed: without it a run could pin more host
-        # memory than planned.
-        offload_limit = limits.host if limits.budget is None else limits.budget
-        budget = (
-            {}
-            if candidate.memory.offload == "none"
-            else {"memory.host_budget_gib": offload_limit / GIB}
+    @cached_property
+    def forms(self) -> list[Form]:
+        """All choices, with the smallest chunk of logits. Raises ConfigError if there is none."""
+        forms = [*filter(None, map(self.form, _candidates(self.config)))]
+        if not forms:
+            raise ConfigError(self.problems)
+        return forms
+
+    def stated_plan(self) -> TrainingPlan:
+        """The plan if nothing is left to choose."""
+        return TrainingPlan(self.config, self.world_size, self.device)
+
+    def plan(self, form: Form) -> TrainingPlan:
+        """Raises UntraceableError once it is asked what no trace shows."""
+        return self.traces.plan_of(form) or TrainingPlan(form.config, self.world_size, self.device)
+
+    def form(self, options: dict[str, Any]) -> Form | None:
+        """None if the options break a rule."""
+        config = with_overrides(self.config, options)
+        try:
+            return form_of(config, frozenset(options.items()), self.world_size, self.device)
+        except ConfigError as error:
+            self.problems = self.problems or error.problems
+            return None
+
+    def choice(self, trace: Trace) -> Choice:
+        best = self.traced_best(trace)
+        found = best or self.leanest()
+        plan = self.plan(found)
+        if best is None and self.is_open:
+            raise self.refusal(plan, trace)
+        return Choice(plan, self.description(found))
+
+    def traced_best(self, trace: Trace) -> Form | None:
+        """The fastest form that fits. None if not even the leanest does."""
+        for _ in range(MAX_ROUNDS):
+            best = self.best()
+            wanted = [best, self.nearest_better(best)] if best else [self.leanest()]
+            unknown = [form for form in wanted if form is not None and form not in self.traces]
+            if not unknown:
+                break
+            self.traces.add(unknown, trace)
+        return self.best()
+
+    def best(self) -> Form | None:
+        """The fastest form that fits, as far as is known."""
+        fitting = filter(self.traces.fits, self.forms)
+        chosen = self._fastest(fitting, key=_complexity)
+        if chosen is None or self.config.memory.loss_chunk_mib != "auto":
+            return chosen
+        chunks = ({"memory.loss_chunk_mib": size} for size in LOSS_CHUNKS_MIB)
+        forms = filter(None, (self.form(dict(chosen.key) | chunk) for chunk in chunks))
+        return self._fastest(filter(self.traces.fits, forms), key=_chunk_mib) or chosen
+
+    def _fastest(self, forms: Iterable[Form], *, key: Any) -> Form | None:
+        """The first by its key of those that are as fast as the fastest."""
+        found = [*forms]
+        seconds = self.traces.seconds
+        limit = TIE_FACTOR * min(map(seconds, found), default=0)
+        return min((form for form in found if seconds(form) <= limit), key=key, default=None)
+
+    def leanest(self) -> Form:
+        """The form that needs least; of equal ones the one with most options, since no estimate is
+        exact.
+        """
+        return min(sorted(self.forms, key=_complexity, reverse=True), key=self.traces.memory_share)
+
+    def nearest_better(self, best: Form) -> Form | None:
+        """The form that differs least of those that are faster, or as fast and simpler; none of
+        them fits, as far as is known.
+        """
+        seconds = self.traces.seconds
+        limit = seconds(best)
+
+        def is_better(form: Form) -> bool:
+            is_as_fast = seconds(form) <= TIE_FACTOR * limit
+            is_simpler = is_as_fast and _complexity(form) < _complexity(best)
+            return is_simpler or TIE_FACTOR * seconds(form) < limit
+
+        def distance(form: Form) -> tuple[int, float]:
+            # Of equally similar ones the slowest, which would gain least.
+            return len(_differences(form.config, best.config)), -seconds(form)
+
+        better = filter(is_better, self.forms if self.is_open else ())
+        return min(better, key=distance, default=None)
+
+    def limit(self, best: Form) -> str:
+        """The memory that the nearest better form lacks."""
+        nearest = self.nearest_better(best)
+        plan = self.traces.plan_of(nearest) if nearest else None
+        if nearest is None or plan is None:
+            return ""
+        others = ", ".join(_differences(nearest.config, best.config))
+        return f"{others} {_shortage(plan)}"
+
+    def refusal(self, leanest: TrainingPlan, trace: Trace) -> NothingFitsError:
+        """Error that names what binds: the device, the node's host memory, or both."""
+        problem = (
+            'memory.recompute = "auto" finds no options that fit: at least, '
+            f"{describe_memory_options(leanest.config)} {_shortage(leanest)}"
         )
-        return Choice(with_overrides(candidate, budget), _why_no_faster(candidate, rejected))
-    if not rejected:
-        raise ConfigError(found_problems)
-    raise _refusal(rejected)
+        on_device = (form for form in self.forms if self.traces.device_share(form) <= 1)
+        other = min(on_device, key=self.traces.memory_share, default=None)
+        if other is not None and leanest.device_utilization > 1:
+            self.traces.add([other], trace)
+            plan = self.traces.plan_of(other)
+            if plan is not None and plan.device_utilization <= 1:
+                options = describe_memory_options(plan.config)
+                problem += f"; {options} would fit the device, but {_shortage(plan)}"
+        return NothingFitsError([problem], leanest)
+
+    def description(self, chosen: Form) -> str:
+        choices = []
+        if self.is_open:
+            choices.append(describe_memory_options(chosen.config))
+        if self.config.memory.loss_chunk_mib == "auto":
+            choices.append(_assignment("loss_chunk_mib", chosen.config.memory.loss_chunk_mib))
+        return ": ".join(filter(None, (", ".join(choices), self.limit(chosen))))
 
 
-def _why_no_faster(chosen: Config, rejected: Sequence[Rejected]) -> str:
-    """Why the faster options were rejected: the shortage of the most similar one that only the
-    device rules out, and of the one that only the host rules out.
-    """
-    # An option that lacks both is no useful answer: neither more device nor more host memory alone
-    # would allow it.
-    only_device = [each for each in rejected if not each.host_shortage]
-    only_host = [each for each in rejected if not each.device_shortage]
-    groups = [only_device, only_host] if only_device or only_host else [rejected]
-    return "; ".join(_nearest_shortage(chosen, group) for group in groups if group)
+def _candidates(config: Config) -> Iterator[dict[str, Any]]:
+    """All combinations of what is open, with the smallest chunk of logits."""
+    memory = config.memory
+    chunk = (
+        {"memory.loss_chunk_mib": MIN_LOSS_CHUNK_MIB} if memory.loss_chunk_mib == "auto" else {}
+    )
+    if memory.recompute != "auto":
+        yield chunk
+        return
+    # Keys that the user set are constraints. `recompute` itself says "auto".
+    stated = memory.model_fields_set - {"recompute"}
+    open_keys = [key for key in MEMORY_OPTIONS if key not in stated]
+    for values in product(*(MEMORY_OPTIONS[key] for key in open_keys)):
+        options = zip(open_keys, values, strict=True)
+        yield {f"memory.{key}": value for key, value in options} | chunk
 
 
-def _nearest_shortage(chosen: Config, rejected: Sequence[Rejected]) -> str:
-    # Of equally similar options the last, which would gain least.
-    nearest = min(reversed(rejected), key=lambda each: len(_other_options(each.config, chosen)))
-    return f"{', '.join(_other_options(nearest.config, chosen))} {nearest.shortage}"
+def _shortage(plan: TrainingPlan) -> str:
+    """The memory that a plan lacks."""
+    limits = (
+        (
+            plan.peak_memory.device_bytes,
+            plan.usable_device_memory,
+            f"usable on a device ({DEVICE_FRACTION:.0%} of it)",
+        ),
+        (
+            plan.host_memory_needed,
+            plan.usable_host_memory,
+            f"of host memory usable on a node ({HOST_FRACTION:.0%} of it)",
+        ),
+    )
+    return " and ".join(
+        f"needs {needed / GIB:.1f} of the {usable / GIB:.1f} GiB {of_what}"
+        for needed, usable, of_what in limits
+        if needed > usable
+    )
 
 
-def _other_options(config: Config, chosen: Config) -> list[str]:
+def _differences(config: Config, chosen: Config) -> list[str]:
     """The memory options of a configuration that are not the chosen ones; of `recompute`, the
     value alone.
     """
@@ -251,104 +284,34 @@ def _other_options(config: Config, chosen: Config) -> list[str]:
     ]
 
 
-def _refusal(rejected: Sequence[Rejected]) -> NothingFitsError:
-    """Error that names what binds: the device, the node's host memory, or the budget of it."""
-    # If something fits the host, the device is what binds, and the leanest of those names the
-    # least that it needs.
-    within_host = [each for each in rejected if not each.host_shortage]
-    leanest = min(within_host, key=lambda each: each.device_bytes, default=rejected[0])
-    refusal = 'memory.recompute = "auto" finds no options that fit'
-    problem = f"{refusal}: at least, {describe_memory_options(leanest.config)} {leanest.shortage}"
-    on_device = [each for each in rejected if not each.device_shortage]
-    if within_host and on_device:
-        options = describe_memory_options(on_device[0].config)
-        problem += f"; {options} would fit the device, but {on_device[0].host_shortage}"
-    return NothingFitsError([problem], leanest.config)
-
-
-def _require_in_memory_checkpoints_fit(
-    config: Config, world_size: int, ranks_per_node: int, host_limit: float
-) -> None:
-    if config.checkpoint.memory_interval is None:
-        return
-    estimate = estimate_memory(config, world_size)
-    counted = estimate.item("in-memory checkpoints").host_bytes
-    # The estimate's nodes are those of parallelism.ranks_per_node; these are the launch's.
-    copies_of_launch = 2 if world_size > ranks_per_node else 1
-    copies_of_estimate = 2 if world_size > config.parallelism.ranks_per_node else 1
-    copies = counted * copies_of_launch / copies_of_estimate * ranks_per_node
-    needed = (estimate.host_bytes - counted) * ranks_per_node + copies
-    if needed > host_limit:
-        raise ConfigError(
-            [
-                f"checkpoint.memory_interval = {config.checkpoint.memory_interval}: a node needs {needed / GIB:.1f} GiB "
-                f"of host memory, {copies / GIB:.1f} GiB of it for in-memory checkpoints, and {host_limit / GIB:.1f} GiB "
-                f"are usable ({HOST_FRACTION:.0%} of it)"
-            ]
-        )
-
-
 def describe_memory_options(config: Config) -> str:
-    """The non-default memory options, as TOML assignments."""
-    return ", ".join(
-        _assignment(key, value) for key, value in _non_default_options(config).items()
-    )
+    """The options that are not the simplest, and `recompute`, as TOML assignments."""
+    return ", ".join(_assignment(key, value) for key, value in _stated_options(config))
+
+
+def _stated_options(config: Config) -> list[tuple[str, Any]]:
+    values = [(key, getattr(config.memory, key)) for key in MEMORY_OPTIONS]
+    return [
+        (key, value)
+        for key, value in values
+        if key == "recompute" or value != MEMORY_OPTIONS[key][0]
+    ]
+
+
+def _complexity(form: Form) -> tuple[int, int]:
+    """The number of options that are not the simplest, and how far they are from it."""
+    memory = form.config.memory
+    places = [
+        values.index(value)
+        for key, values in MEMORY_OPTIONS.items()
+        if (value := getattr(memory, key)) in values
+    ]
+    return sum(map(bool, places)), sum(places)
+
+
+def _chunk_mib(form: Form) -> int:
+    return form.config.memory.loss_chunk_bytes
 
 
 def _assignment(key: str, value: Any) -> str:
     return f"memory.{key} = {toml_value(value)}"
-
-
-def describe_choice(config: Config, choice: Choice) -> str:
-    """The chosen options as TOML assignments, with the limit that binds; empty if nothing was
-    "auto".
-    """
-    choices = []
-    if config.memory.recompute == "auto":
-        choices.append(describe_memory_options(choice.config))
-    if config.memory.loss_chunk_mib == "auto":
-        choices.append(_assignment("loss_chunk_mib", choice.config.memory.loss_chunk_mib))
-    return ": ".join(filter(None, (", ".join(choices), choice.reason)))
-
-
-def _non_default_options(config: Config) -> dict[str, Any]:
-    return {
-        key: value
-        for key, values in MEMORY_OPTIONS.items()
-        if (value := getattr(config.memory, key)) is not None
-        and (key == "recompute" or value != next(iter(values)))
-    }
-
-
-def _candidates(config: Config) -> Iterator[Config]:
-    """All combinations, without a host budget, since a budget may force recomputing attention."""
-    memory = config.memory
-    # Keys that the user set are constraints. `recompute` itself says "auto".
-    set_keys = memory.model_fields_set - {"recompute"}
-    values = [
-        [getattr(memory, key)] if key in set_keys else [*MEMORY_OPTIONS[key]]
-        for key in MEMORY_OPTIONS
-    ]
-    for combination in product(*values):
-        options = dict(zip(MEMORY_OPTIONS, combination, strict=True)) | {
-            "device_gib": None,
-            "host_budget_gib": None,
-        }
-        yield config.model_copy(update={"memory": memory.model_copy(update=options)})
-
-
-def _relative_step_time(config: Config) -> tuple[float, int]:
-    """Sort key: executed FLOPs per token with estimated overheads, then the number of non-default
-    options.
-    """
-    memory = config.memory
-    model = config.model.build()
-    seq_len = config.training.seq_len
-    flops = model.hardware_flops(
-        tokens=1,
-        pairs=model.mean_pairs(seq_len) / seq_len,
-        recompute=memory.recompute,
-        blocks_per_checkpoint=memory.blocks_per_checkpoint,
-    )
-    overhead = sum(values.get(getattr(memory, key), 0) for key, values in MEMORY_OPTIONS.items())
-    return flops * (1 + overhead), len(_non_default_options(config))

@@ -1,67 +1,37 @@
-"""Plans a stage by formulas: memory and time on a number of devices, bottlenecks, and changes that
-would help.
-
-    plan = plan_stage(config, 32, load_device("h100-80gb"))
-    plan.fits, plan.memory_shortages, plan.mfu, plan.days, plan.bottlenecks, plan.suggestions
-
-Imports no torch. A plan takes milliseconds, since a search makes thousands.
+"""The plan of a stage, from a trace of its step: memory and time on a number of devices, and
+bottlenecks. Imports no torch but for a trace that is not known.
 """
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterable
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from operator import attrgetter
 
 from models.kernel_choice import kernel_for, kernels_of
 from trainer.config.job_config import Config
-from trainer.errors import ConfigError
-from trainer.hardware.attention_choice import attention_problems, with_attention_choice
 from trainer.hardware.device_specs import DeviceSpec
-from trainer.hardware.host import GIB
-from trainer.plan import memory_options
-from trainer.plan.comm_volume import attention_bytes
-from trainer.plan.critical_path import StepTime, predict_step_time
 from trainer.plan.document import format_gib
-from trainer.plan.interconnect import first_groups_of, used_domain_size
-from trainer.plan.memory_advice import Change
-from trainer.plan.memory_estimate import (
-    SAVED_ACTIVATIONS,
-    MemoryEstimate,
-    estimate_memory_per_pp_rank,
-    fullest_estimates,
-    rank_memory,
-)
-from trainer.plan.rank_workload import rank_workload
+from trainer.plan.interconnect import first_groups_of, group_topologies, used_domain_size
+from trainer.plan.rank_clock import RankClock
 from trainer.plan.reserves import (
     HOST_BYTES_PER_PROCESS,
     PINNED_OVERHEAD,
     usable_device_bytes,
     usable_host_bytes,
 )
-from trainer.plan.suggestions import competition_key, memory_saving_changes, speedup_changes
-from trainer.trace.tensors import DTYPE_BYTES
+from trainer.plan.step_time import StepTime, step_time_of
+from trainer.trace.answers import traced_rank_steps
+from trainer.trace.rank_step import RankStep
+from trainer.trace.tensors import DTYPE_BYTES, SAVED_ACTIVATIONS, MemoryEstimate
 
 SECONDS_PER_DAY = 86_400
 BOTTLENECK_THRESHOLD = 0.05
 """Share of the step time from which a component is reported as a bottleneck."""
-MIN_TIME_SAVING = 0.005
-"""Share of the step time that a suggestion must save."""
-
-
-@dataclass(frozen=True)
-class Suggestion:
-    """A change of one key, or of two mesh degrees."""
-
-    text: str
-    plan: TrainingPlan
-    benefit: float
-    """Sort key among suggestions."""
-    freed_bytes: float
-    """Per device."""
-    saved_seconds: float = 0
-    """Per step."""
+ATTENTION_CHANNELS = ("cp", "rotate", "exchange")
+"""Channels over which context parallelism sends queries, keys and values."""
 
 
 @dataclass
@@ -85,12 +55,15 @@ class TrainingPlan:
     device: DeviceSpec
     name: str = ""
     """Name of the stage."""
-    auto_problems: tuple[str, ...] = ()
+    auto_problems: Sequence[str] = ()
     """Why `memory.recompute = "auto"` found nothing that fits."""
-    notes: tuple[str, ...] = ()
-    """Notes on how it was planned."""
     auto_choice: str = ""
     """The options that `memory.recompute = "auto"` chose, and the limit that binds."""
+
+    @cached_property
+    def rank_steps(self) -> Sequence[RankStep]:
+        """The traced step of every pipeline rank. Raises UntraceableError."""
+        return traced_rank_steps(self.config, self.world_size)
 
     @property
     def mesh(self) -> dict[str, int]:
@@ -98,18 +71,13 @@ class TrainingPlan:
 
     # ---- memory
 
-    @cached_property
+    @property
     def memory_by_pp_rank(self) -> list[MemoryEstimate]:
-        return estimate_memory_per_pp_rank(self.config, self.world_size)
-
-    @cached_property
-    def fullest_memory(self) -> list[MemoryEstimate]:
-        """Memory of the pipeline ranks that can be the fullest."""
-        return fullest_estimates(self.config, self.world_size)
+        return [step.memory for step in self.rank_steps]
 
     @cached_property
     def peak_memory(self) -> MemoryEstimate:
-        return max(self.fullest_memory, key=lambda estimate: estimate.device_bytes)
+        return max(self.memory_by_pp_rank, key=attrgetter("device_bytes"))
 
     @property
     def usable_device_memory(self) -> float:
@@ -127,7 +95,7 @@ class TrainingPlan:
     @cached_property
     def peak_host_memory(self) -> MemoryEstimate:
         """Memory of the pipeline rank that needs most of its host."""
-        return max(self.fullest_memory, key=lambda estimate: estimate.host_bytes)
+        return max(self.memory_by_pp_rank, key=attrgetter("host_bytes"))
 
     @cached_property
     def host_memory(self) -> dict[str, float]:
@@ -198,18 +166,32 @@ class TrainingPlan:
 
     @cached_property
     def step_time(self) -> StepTime:
-        return predict_step_time(self.config, self.world_size, self.device)
+        groups = group_topologies(self.config, self.world_size, self.device)
+        ranks = [RankClock(self.config, step, self.device, groups) for step in self.rank_steps]
+        return step_time_of(self.config, self.world_size, ranks)
 
     @property
     def attention_by_window(self) -> dict[int | None, WindowShare]:
         """Attention of the busiest rank."""
-        rank = rank_memory(self.config, self.world_size, self.step_time.busiest.pp_rank)
-        layers = Counter(kind.window for kind in rank.kinds.elements())
-        sent = attention_bytes(rank)
-        return {
-            window: WindowShare(layers[window], sum(flops.values()), sent[window])
-            for window, flops in rank_workload(rank).attention_by_window.items()
-        }
+        step = self.rank_steps[self.step_time.busiest.pp_rank]
+        micro_batches = self.config.micro_batches(self.world_size)[1]
+        shares = defaultdict[int | None, WindowShare](WindowShare)
+        for index, count in Counter(step.order).items():
+            place = step.pieces[index].place
+            work = step.pieces[index].work
+            if isinstance(place.unit, int):
+                share = shares[step.windows[place.stage, place.unit]]
+                sent = (
+                    size for key, size in work.sent_bytes.items() if key[0] in ATTENTION_CHANNELS
+                )
+                share.flops += count * work.attention_flops.total()
+                share.sent_bytes += count * sum(sent)
+                if place.action == "forward":
+                    share.layers += count
+        # A layer runs forward once per micro-batch.
+        for share in shares.values():
+            share.layers //= micro_batches
+        return shares
 
     @property
     def step_seconds(self) -> float:
@@ -256,7 +238,7 @@ class TrainingPlan:
     def device_hours(self) -> float:
         return self.days * 24 * self.world_size
 
-    # ---- bottlenecks and suggestions
+    # ---- bottlenecks
 
     @cached_property
     def bottlenecks(self) -> list[str]:
@@ -274,7 +256,7 @@ class TrainingPlan:
 
     @property
     def assumptions(self) -> list[str]:
-        notes = [*self.notes]
+        notes = list[str]()
         training = self.config.training
         if self.config.context_plan().packs_documents:
             notes.append(
@@ -323,74 +305,6 @@ class TrainingPlan:
         rates = self.device.attention_rates(kernel, self.config.model.build().head_dim)
         forward, backward = (rate / 1e12 for rate in rates)
         return f", {self.device.rated_kernel(kernel)} at {forward:.0f} TFLOP/s forward and {backward:.0f} backward"
-
-    @cached_property
-    def suggestions(self) -> list[Suggestion]:
-        """The three best changes: those that reduce memory most if the plan does not fit, else
-        those that save most time.
-        """
-        if self.memory_shortages:
-            changes = memory_saving_changes(self.config, self.world_size)
-        else:
-            changes = speedup_changes(self.config, self.world_size, self.device)
-        # Values of one key exclude each other, so only the best of them is worth a line.
-        best_by_key: dict[str, Suggestion] = {}
-        for change in changes:
-            suggestion = self._evaluate(change)
-            best = best_by_key.get(key := competition_key(change))
-            if suggestion is not None and (best is None or suggestion.benefit > best.benefit):
-                best_by_key[key] = suggestion
-        return sorted(best_by_key.values(), key=lambda suggestion: -suggestion.benefit)[:3]
-
-    def _evaluate(self, change: Change) -> Suggestion | None:
-        """Suggestion for a change; None if it does not help."""
-        plan = TrainingPlan(
-            with_attention_choice(change.config, self.device), change.world_size, self.device
-        )
-        return self.compare(change.text, plan)
-
-    def compare(self, text: str, plan: TrainingPlan) -> Suggestion | None:
-        """Suggestion that changes to `plan`; None if it does not help."""
-        saved_seconds = 0.0
-        if self.memory_shortages:
-            benefit = self.memory_utilization - plan.memory_utilization
-            helps = benefit > 0
-        else:
-            # Time first: it takes less than a look at the memory of every pass of a pipeline.
-            benefit = saved_seconds = self.step_seconds - plan.step_seconds
-            helps = benefit >= MIN_TIME_SAVING * self.step_seconds and plan.fits
-        if not helps:
-            return None
-        freed_bytes = self.peak_memory.device_bytes - plan.peak_memory.device_bytes
-        return Suggestion(text, plan, benefit, freed_bytes, saved_seconds)
-
-
-def plan_stage(
-    config: Config, world_size: int, device: DeviceSpec, *, name: str = ""
-) -> TrainingPlan:
-    """Plan of one stage, whose configuration must be valid. If `memory.recompute = "auto"` finds
-    nothing that fits, plans the options that need least.
-
-    Raises ConfigError if the device cannot run the attention kernel that the configuration names.
-    """
-    if unable := attention_problems(config, device):
-        raise ConfigError(unable)
-    config = with_attention_choice(config, device)
-    device_gib = config.memory.device_gib
-    try:
-        choice = memory_options.choose_memory_options(
-            config,
-            world_size,
-            ranks_per_node=min(world_size, device.devices_per_node),
-            device_bytes=device.memory if device_gib is None else device_gib * GIB,
-            host_bytes=device.host_memory,
-        )
-    except memory_options.NothingFitsError as error:
-        return TrainingPlan(error.closest, world_size, device, name, tuple(error.problems))
-    described = (
-        memory_options.describe_choice(config, choice) if config.memory.recompute == "auto" else ""
-    )
-    return TrainingPlan(choice.config, world_size, device, name, auto_choice=described)
 
 
 def _list_gib(sizes: Iterable[tuple[str, float]]) -> str:

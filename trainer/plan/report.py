@@ -6,6 +6,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from functools import partial
 
+from trainer.config.checks import placed_problems
 from trainer.config.job_config import Config
 from trainer.config.overrides import with_overrides
 from trainer.config.summary import warnings
@@ -18,34 +19,39 @@ from trainer.hardware.device_specs import (
     select_device,
 )
 from trainer.hardware.host import GIB
-from trainer.plan.console import show
-from trainer.plan.critical_path import sequence_cost
-from trainer.plan.document import BarChart, LineChart, PlanReport, StackedBar, Table, format_gib
+from trainer.plan.console import show, show_suggestions
+from trainer.plan.document import (
+    BarChart,
+    LineChart,
+    PlanReport,
+    StackedBar,
+    Table,
+    format_gib,
+    format_seconds,
+)
 from trainer.plan.layout_words import describe_layout, layout_toml, why_slower
-from trainer.plan.memory_estimate import MemoryEstimate
-from trainer.plan.plan import Suggestion, TrainingPlan, plan_stage
+from trainer.plan.plan import TrainingPlan
 from trainer.plan.run_plan import RunPlan, plan_run
 from trainer.plan.search import SearchResult
-from trainer.plan.step_time import CHANNEL_LABELS
-from trainer.trace.tensors import LINES
+from trainer.plan.step_time import CHANNEL_LABELS, sequence_cost
+from trainer.plan.suggestions import suggestions
+from trainer.plan.tracing import Trace, tracing_processes
+from trainer.trace.tensors import LINES, MemoryEstimate
 
-NUM_CURVE_POINTS = 9
-"""Points of a sequence-length curve, each twice the one before."""
+CURVE_FACTORS = (1 / 16, 1 / 4, 1, 2, 4)
+"""Lengths of a curve, relative to that of the plan."""
 MIN_CURVE_LENGTH = 1024
 RESERVE_LABEL = "reserve"
 
 PINNED_NOTE = "the table of host memory has a sixteenth more than the tensors: pinned buffers are powers of two"
 
 
-def plan_report(
-    run: RunPlan, *, curve: bool = True, why: bool = False, notes: Sequence[str] = ()
-) -> PlanReport:
-    """Report of a run. Of several stages, details the one with the highest memory utilization.
+def plan_report(run: RunPlan, *, why: bool = False, notes: Sequence[str] = ()) -> PlanReport:
+    """Report of a run, which details the stage to explain.
 
     `why`: also lists its tensors one by one.
     """
-    # A stage that does not fit is the one to explain, and among equals the fullest.
-    plan = max(run.stages, key=lambda stage: (not stage.fits, stage.memory_utilization))
+    plan = run.fullest_stage
     name = plan.config.job.name
     sections: list[BarChart | Table | LineChart] = []
     if len(run.stages) > 1:
@@ -53,8 +59,6 @@ def plan_report(
     sections += _plan_sections(plan)
     if why:
         sections += _tensor_tables(plan)
-    if curve:
-        sections += _curves(plan)
     needed = format_gib(plan.peak_memory.device_bytes)
     usable = format_gib(plan.usable_device_memory)
     return PlanReport(
@@ -101,14 +105,12 @@ def search_report(
         )
     best = result.best[0] if result.best else None
     sections += _plan_sections(best) if best else []
-    plan_notes = (
-        _notes(best) if best else [f"device: {device.description}", *_notes_of_unfitting(result)]
-    )
+    plan_notes = _notes(best) if best else [f"device: {device.description}"]
     return PlanReport(
         title=question,
         verdict=describe_layout(best) if best else "; ".join(result.problems) or "no layout fits",
         fits=best is not None,
-        facts=_facts(RunPlan((best,)), best) if best else [],
+        facts=_facts(RunPlan([best]), best) if best else [],
         sections=sections,
         notes=[
             *plan_notes,
@@ -116,7 +118,7 @@ def search_report(
             f"{result.num_layouts:,} layouts estimated, {result.num_traces} traced",
         ],
         configurations=[
-            f"# {describe_layout(plan)}: {_seconds(plan.step_seconds)} per step\n{layout_toml(plan.config)}"
+            f"# {describe_layout(plan)}: {format_seconds(plan.step_seconds)} per step\n{layout_toml(plan.config)}"
             for plan in result.best
         ],
     )
@@ -136,27 +138,30 @@ def _notes(plan: TrainingPlan) -> list[str]:
     return [
         f"device: {plan.device.description}",
         *plan.bottlenecks[len(plan.memory_shortages) :],
-        *map(_suggestion_text, plan.suggestions),
         *plan.assumptions,
         *warnings(plan.config, plan.world_size),
     ]
 
 
-def _notes_of_unfitting(result: SearchResult) -> list[str]:
-    """Suggestions for the first layout that does not fit."""
+def search_suggestions(result: SearchResult, trace: Trace) -> list[str]:
+    """Changes of the best layout, or of the first one that does not fit."""
+    if result.best:
+        return [*map(str, suggestions(result.best[0], trace))]
     return [
-        f"the first: {_suggestion_text(each)}"
+        f"the first: {suggestion}"
         for plan in result.not_fitting[:1]
-        for each in plan.suggestions
+        for suggestion in suggestions(plan, trace)
     ]
 
 
 def show_plan_at_launch(config: Config, world_size: int) -> bool:
     """Prints the plan of a run. Returns whether it fits."""
     device = select_device(config)
-    run = plan_run(config, world_size, device or load_device(DEFAULT_DEVICE), trace=True)
-    notes = [*([] if device else [DEFAULT_DEVICE_NOTE]), *_documents(run.stages[0])]
-    show(plan_report(run, curve=False, notes=notes))
+    with tracing_processes() as trace:
+        run = plan_run(config, world_size, device or load_device(DEFAULT_DEVICE), trace=trace)
+        notes = [*([] if device else [DEFAULT_DEVICE_NOTE]), *_documents(run.stages[0])]
+        show(plan_report(run, notes=notes))
+        show_suggestions([*map(str, suggestions(run.fullest_stage, trace))])
     for problem in run.memory_shortages:
         sys.stderr.write(f"error: the run does not fit: {problem}\n")
     return not run.memory_shortages
@@ -187,7 +192,7 @@ def _documents(plan: TrainingPlan) -> Iterator[str]:
     )
     yield (
         f"with the documents of the first {work.steps} steps: {work.mean_pairs / whole:.1%} of the (query, key) pairs, "
-        f"dp imbalance {work.imbalance(cost):.2f}, {_seconds(seconds)} a step"
+        f"dp imbalance {work.imbalance(cost):.2f}, {format_seconds(seconds)} a step"
     )
 
 
@@ -199,7 +204,7 @@ def _facts(run: RunPlan, plan: TrainingPlan) -> list[tuple[str, str]]:
     global_batch_size = training.global_batch_size
     seq_len = training.seq_len
     return [
-        ("step time", _seconds(plan.step_seconds)),
+        ("step time", format_seconds(plan.step_seconds)),
         ("MFU", f"{plan.mfu:.1%}"),
         ("HFU", f"{plan.hfu:.1%}"),
         ("tokens / s", f"{plan.tokens_per_second:,.0f}"),
@@ -222,7 +227,7 @@ def _stages_table(run: RunPlan) -> Table:
             stage.name,
             f"{stage.config.training.seq_len:,}",
             f"{stage.config.training.steps:,}",
-            _seconds(stage.step_seconds),
+            format_seconds(stage.step_seconds),
             f"{100 * stage.mfu:.1f}",
             format_gib(stage.peak_memory.device_bytes),
             f"{stage.days:,.2f}",
@@ -336,27 +341,27 @@ def _pp_rank_label(pp_rank: int, plan: TrainingPlan) -> str:
     return f"pp rank {pp_rank}" if plan.config.parallelism.pp > 1 else "every rank"
 
 
-def _curves(plan: TrainingPlan) -> list[LineChart]:
+def curves(plan: TrainingPlan, trace: Trace) -> list[LineChart]:
     """Memory and MFU by sequence length, on the same mesh, with the same number of sequences per
     step.
     """
     seq_len = plan.config.training.seq_len
-    lengths = [
-        seq_len * 2**power // 2 ** (NUM_CURVE_POINTS // 2) for power in range(NUM_CURVE_POINTS)
-    ]
-    configs = [
+    lengths = [round(factor * seq_len) for factor in CURVE_FACTORS]
+    configs = (
         with_overrides(plan.config, {"training.seq_len": length})
         for length in lengths
         if length >= MIN_CURVE_LENGTH or length == seq_len
-    ]
-    plans = [plan_stage(config, plan.world_size, plan.device) for config in configs]
-    if len(plans) < 2:
+    )
+    valid = [config for config in configs if not [*placed_problems(config, plan.world_size)]]
+    plans = trace([TrainingPlan(config, plan.world_size, plan.device) for config in valid])
+    traced = [each for each in plans if each is not None]
+    if len(traced) < 2:
         return []
     memory = [
-        (float(other.config.training.seq_len), other.peak_memory.device_bytes / GIB)
-        for other in plans
+        (float(each.config.training.seq_len), each.peak_memory.device_bytes / GIB)
+        for each in traced
     ]
-    mfu = [(float(other.config.training.seq_len), 100 * other.mfu) for other in plans]
+    mfu = [(float(each.config.training.seq_len), 100 * each.mfu) for each in traced]
     limit = plan.usable_device_memory / GIB
     by_length = partial(LineChart, x="sequence length", log_x=True)
     return [
@@ -383,15 +388,6 @@ def _search_row(plan: TrainingPlan, best: TrainingPlan) -> Sequence[str]:
     )
 
 
-def _suggestion_text(suggestion: Suggestion) -> str:
-    gain = []
-    if suggestion.freed_bytes > 0:
-        gain.append(f"frees {format_gib(suggestion.freed_bytes)} GiB")
-    if suggestion.saved_seconds > 0:
-        gain.append(f"saves {_seconds(suggestion.saved_seconds)} per step")
-    return f"{suggestion.text}: {' and '.join(gain) or 'uses less'}{'' if suggestion.plan.fits else '; the plan still does not fit'}"
-
-
 def _devices_text(plan: TrainingPlan) -> str:
     nodes = -(-plan.world_size // plan.device.devices_per_node)
     return f"{plan.world_size:,} x {plan.device.name}" + (
@@ -401,16 +397,6 @@ def _devices_text(plan: TrainingPlan) -> str:
 
 def _table_seconds(plan: TrainingPlan) -> str:
     return f"{plan.step_seconds:,.0f}" if plan.step_seconds >= 1000 else f"{plan.step_seconds:.4g}"
-
-
-def _seconds(seconds: float) -> str:
-    return (
-        f"{1e3 * seconds:.3g} ms"
-        if seconds < 1
-        else f"{seconds:.3g} s"
-        if seconds < 1000
-        else f"{seconds:,.0f} s"
-    )
 
 
 def _amount(tokens: float) -> str:

@@ -200,21 +200,31 @@ class RoughRank(RoughMemory):
         length = self.training.seq_len / (ring * 2 if is_ring else 1)
         # Ranks of a ring have a head and a tail of the sequence, each a call.
         queries = self.training.seq_len / (ring * 2 if ring > 1 else 1)
-        kernel = kernel_for(self.training.attention, tokens=queries, window=kind.window)
-        kernel = kernel if self.is_mixed else "flash"
-        rates = self.device.attention_rates(kernel, self.model.head_dim)
+        kernel = "flash"
+        if self.is_mixed:
+            kernel = kernel_for(self.training.attention, tokens=queries, window=kind.window)
+        forward_rate, backward_rate = self.device.attention_rates(kernel, self.model.head_dim)
         keys = min(length, kind.window or length)
-        factor = DTYPE_RATE_FACTOR[self.training.dtype] / (1 + ATTENTION_HALF_RATE_TOKENS / keys)
-        flops = self.model.attention_flops([kind], self.pairs_by_window[kind.window]) / self.tp
-        return flops / (factor * rates[0]), 2.5 * flops / (factor * rates[1])
+        slowdown = 1 + ATTENTION_HALF_RATE_TOKENS / keys
+        factor = DTYPE_RATE_FACTOR[self.training.dtype] / slowdown
+        pairs = self.pairs_by_window[kind.window]
+        flops = self.model.attention_flops([kind], pairs) / self.tp
+        forward = flops / (factor * forward_rate)
+        backward = 2.5 * flops / (factor * backward_rate)
+        return forward, backward
 
     def block_traffic(self, kind: LayerKind) -> float:
         """Bytes that memory-bound operations of a block move, forward and backward."""
         passes = PASSES[self.compiled]
-        streams = passes.streams * (1.5 if kind.norms == "sandwich" else 1)
-        heads = passes.heads + (passes.normed_heads if kind.qk_norm else 0)
+        streams = passes.streams
+        if kind.norms == "sandwich":
+            streams *= 1.5
+        heads = passes.heads
+        if kind.qk_norm:
+            heads += passes.normed_heads
         wide = self.master_bytes / self.compute_bytes / 2
-        moved = streams * self.residual + heads * wide * (self.queries + self.kv / 2)
+        moved = streams * self.residual
+        moved += heads * wide * (self.queries + self.kv / 2)
         moved += passes.gates * self.compute_bytes * self.ffn_numel(kind, self.tokens)
         rows = self.compute_bytes * self.dispatched(kind, self.tokens)
         return moved + passes.rows * rows / self.sequence_shards
@@ -226,10 +236,12 @@ class RoughRank(RoughMemory):
         ring = self.context.ring_degree
         if ring > 1:
             seq_len = self.training.seq_len
-            share = min(1, (kind.window or seq_len) * self.cp / seq_len)
+            window = kind.window or seq_len
+            share = min(1, window * self.cp / seq_len)
             moved += passes.ring_kv * share * ring * self.kv
             is_gathered = self.context.rotate_method == "allgather"
-            moved += passes.ring_queries * self.queries * (1 if is_gathered else ring)
+            hops = 1 if is_gathered else ring
+            moved += passes.ring_queries * self.queries * hops
         if self.context.ulysses_degree > 1:
             moved += passes.exchanged * (2 * self.queries + self.kv)
         return moved
@@ -246,14 +258,18 @@ class RoughRank(RoughMemory):
             attention, attention_backward = self.attention_seconds(kind)
             moved = self.block_traffic(kind) / self.device.hbm_bandwidth
             exchanged = self.exchange_traffic(kind) / self.device.hbm_bandwidth
-            run = product + attention + (moved + exchanged) / 3
-            back = 2 * product + attention_backward + (moved + exchanged) * 2 / 3
+            third = (moved + exchanged) / 3
+            run = product + attention + third
+            back = 2 * product + attention_backward + 2 * third
             if self.recomputes:
-                back += self.matmul_seconds(kind, weights.again) + RECOMPUTED_PASSES * moved
+                passes = RECOMPUTED_PASSES * moved
+                back += self.matmul_seconds(kind, weights.again)
+                back += passes
                 if self.recomputes_attention:
-                    back += attention + self.matmul_seconds(kind, weights.attention_inputs)
+                    back += attention
+                    back += self.matmul_seconds(kind, weights.attention_inputs)
                 rest = self.matmul_seconds(kind, weights.products - weights.again)
-                back += self.repeated * (rest + RECOMPUTED_PASSES * moved)
+                back += self.repeated * (rest + passes)
             forward += count * max(run, launch / 3)
             backward += count * max(back, launch * (1 if self.recomputes else 2 / 3))
         return self.micro_batches * forward, self.micro_batches * backward
@@ -265,18 +281,20 @@ class RoughRank(RoughMemory):
         tokens = self.tokens
         if self.sequence_shards > 1 and not self.parallelism.loss_parallel:
             tokens //= self.tp
-        rows = self.memory.loss_chunk_bytes / (self.master_bytes * self.head_rows)
+        row_bytes = self.master_bytes * self.head_rows
+        rows = self.memory.loss_chunk_bytes / row_bytes
         narrow = min(rows, tokens, self.model.dim)
-        logits = tokens * self.head_rows
-        product = 6 * logits * self.model.dim * (1 + MATMUL_HALF_RATE_DIM / narrow)
-        moved = LOGIT_PASSES[self.compiled] * self.master_bytes * logits
+        slowdown = 1 + MATMUL_HALF_RATE_DIM / narrow
+        product = 6 * tokens * self.head_rows * self.model.dim * slowdown
+        product_seconds = product / self.matmul_rate
+        moved = LOGIT_PASSES[self.compiled] * tokens * row_bytes
         moved += 12 * self.residual
+        moved_seconds = moved / self.device.hbm_bandwidth
         chunks = max(1, tokens / rows)
-        sums = 2 * chunks * self.master_bytes * self.head_rows * self.model.dim
-        third = product / 3 / self.matmul_rate
-        waits = max(0.0, sums / self.device.hbm_bandwidth - third)
-        seconds = product / self.matmul_rate + moved / self.device.hbm_bandwidth + waits
-        return self.micro_batches * seconds
+        sums = 2 * chunks * row_bytes * self.model.dim
+        # A third of the products is that of the weight's gradient, which hides its sums.
+        waits = max(0.0, sums / self.device.hbm_bandwidth - product_seconds / 3)
+        return self.micro_batches * (product_seconds + moved_seconds + waits)
 
     # ---- messages
 
@@ -311,10 +329,11 @@ class RoughRank(RoughMemory):
             for channel, numel in units:
                 shard = numel / self.plan.groups[channel].ranks
                 gather = self.send(channel, "all_gather", self.compute_bytes * shard)
+                seconds += count * gathers * gather
                 reduced = self.reduce_bytes * shard
                 reduction = self.send(channel, "reduce_scatter", reduced)
                 reduction += self.send("dp_replicate", "all_reduce", reduced)
-                seconds += count * (gathers * gather + reductions * reduction)
+                seconds += count * reductions * reduction
         return seconds
 
     @cached_property
@@ -329,8 +348,9 @@ class RoughRank(RoughMemory):
         runs = (2.75 if self.recomputes else 2) + 1.2 * self.repeated
         seconds = sum(self.send("tp", kind, self.residual) for kind in kinds)
         experts = self.num_blocks - dense
+        seconds *= sublayers * runs
         rows = self.residual * self.model.top_k * self.tp if experts else 0
-        seconds = sublayers * runs * seconds + 5 * experts * self.send("tp", "all_to_all", rows)
+        seconds += 5 * experts * self.send("tp", "all_to_all", rows)
         shown = 1 - ASYNC_TP_OVERLAP if self.parallelism.async_tp else 1
         return self.micro_batches * shown * seconds
 
@@ -358,7 +378,9 @@ class RoughRank(RoughMemory):
                 size = (2 * self.queries + self.kv) / groups
                 exchange = groups * self.send(heads_channel, "all_to_all", size)
                 times = 2.5 + 0.5 * runs if self.recomputes else 2
-                exposed += count * exchange * times * (1 if groups == 1 else 0.6)
+                if groups > 1:
+                    exchange *= 0.6
+                exposed += count * exchange * times
             if self.context.ring_degree > 1:
                 exposed += count * self._ring_wait(kind, kv_channel, runs)
         return self.micro_batches * exposed
@@ -386,11 +408,9 @@ class RoughRank(RoughMemory):
         back = hops * self.send(channel, "send", kv + grads)
         hidden = hops / ring
         last_hop = self.send(channel, "send", grads)
-        return (
-            runs * max(0.0, there - forward * hidden)
-            + max(0.0, back - last_hop - backward * hidden)
-            + last_hop
-        )
+        first = max(0.0, there - forward * hidden)
+        last = max(0.0, back - last_hop - backward * hidden)
+        return runs * first + last + last_hop
 
     # ---- the step
 
@@ -440,10 +460,14 @@ class RoughRank(RoughMemory):
     @cached_property
     def optimizer_seconds(self) -> float:
         moment = 2 if self.memory.optimizer_dtype == "bfloat16" else self.master_bytes
-        moved = self.local_numel * (5 * self.master_bytes + 4 * moment)
+        width = 5 * self.master_bytes + 4 * moment
+        moved = self.local_numel * width
         if not self.on_host:
             return moved / self.device.hbm_bandwidth
         ranks = min(self.world_size, self.device.devices_per_node)
-        seconds = ranks * moved / (HOST_MEMORY_EFFICIENCY * self.device.host_bandwidth)
-        hidden = self.kernels[0] / self.micro_batches if self.pipeline.pp == 1 else 0
-        return max(0.0, seconds - hidden)
+        bandwidth = HOST_MEMORY_EFFICIENCY * self.device.host_bandwidth
+        seconds = ranks * moved / bandwidth
+        if self.pipeline.pp > 1:
+            return seconds
+        forward, _ = self.kernels
+        return max(0.0, seconds - forward / self.micro_batches)

@@ -226,14 +226,18 @@ class RoughMemory:
 
     def all_saved(self, kind: LayerKind) -> float:
         """Bytes that autograd saves of a block that is not recomputed."""
-        width = self.queries + self.kv + self.attention_output
-        norms = 2 * self.residual * (1 if self.sequence_shards == 1 else 0.5 + self.tp / 2)
+        saved = self.queries + self.kv + self.attention_output
+        norms = 2 * self.residual
+        if self.sequence_shards > 1:
+            norms *= 0.5 + self.tp / 2
+        saved += norms
         gates = 3 if self.compiled else 2
-        ffn = gates * self.compute_bytes * self.ffn_numel(kind, self.tokens)
-        rows = self.compute_bytes * self.dispatched(kind, self.tokens)
-        heads = self.queries + self.kv / 2 if kind.qk_norm or kind.full_qk_norm else 0
+        saved += gates * self.compute_bytes * self.ffn_numel(kind, self.tokens)
+        saved += self.compute_bytes * self.dispatched(kind, self.tokens)
+        if kind.qk_norm or kind.full_qk_norm:
+            saved += self.queries + self.kv / 2
         streams = 2 if self.compiled else 3
-        return streams * self.residual + norms + width + ffn + rows + heads
+        return saved + streams * self.residual
 
     @cached_property
     def weight_bytes(self) -> tuple[float, float]:
@@ -259,16 +263,21 @@ class RoughMemory:
         groups = self.memory.head_groups
         fraction = (1 if groups == 1 else 2) / groups
         gathered = self.tp if self.sequence_shards > 1 else 0
-        kept = (2 + 2 * gathered) * self.residual + self.attention_output
-        grads = self.queries + (self.kv if groups > 1 else 0)
+        kept = self.attention_output
+        kept += (2 + 2 * gathered) * self.residual
+        grads = self.queries
+        if groups > 1:
+            grads += self.kv
         own = 4.5 * self.queries + 2.5 * self.kv
         if self.context.ulysses_degree > 1:
             own += 3.5 * self.queries + 2 * self.kv
         if self.context.ring_degree > 1:
             wide = self.master_bytes / self.compute_bytes
-            is_gathered = self.context.rotate_method == "allgather"
-            copies = 3.5 * wide * self.context.ring_degree if is_gathered else 4 + 2 * wide
-            own += copies * self.kv + wide * self.queries
+            copies = 4 + 2 * wide
+            if self.context.rotate_method == "allgather":
+                copies = 3.5 * wide * self.context.ring_degree
+            own += copies * self.kv
+            own += wide * self.queries
         copied = 0 if self.memory.offload == "none" else 2 * self.residual
         if self.memory.offload == "inputs_and_attention":
             copied += 2 * self.attention_output
@@ -277,14 +286,17 @@ class RoughMemory:
     def ffn_transients(self, kind: LayerKind) -> float:
         """Bytes of a feed-forward's backward pass, of one tile."""
         tokens = self.tokens / self.tiles
-        ffn = self.compute_bytes * self.ffn_numel(kind, tokens)
-        rows = self.compute_bytes * self.dispatched(kind, tokens)
         stream = self.residual / self.tiles
+        gate = 4.5 * self.compute_bytes * self.ffn_numel(kind, tokens)
+        gate += 3 * self.compute_bytes * self.dispatched(kind, tokens)
+        gate += stream
+        if self.sequence_shards > 1:
+            gate += 2 * self.tp * stream
         wide = self.master_bytes / self.compute_bytes
+        norm = 2 * stream
+        if not self.compiled:
+            norm += 3 * wide * stream
         kept = 3 * self.residual + self.attention_output
-        gathered = 2 * self.tp * stream if self.sequence_shards > 1 else 0
-        gate = 4.5 * ffn + gathered + stream + 3 * rows
-        norm = stream * (2 if self.compiled else 2 + 3 * wide)
         return kept + max(gate, norm)
 
     @cached_property
@@ -308,10 +320,14 @@ class RoughMemory:
         if not self.has_head:
             return 0
         weight = self.head_rows * self.model.dim
-        chunk = min(self.memory.loss_chunk_bytes, self.master_bytes * self.tokens * self.head_rows)
-        hidden = self.residual * (self.tp if self.sequence_shards > 1 else 1)
-        sums = self.master_bytes * weight + self.compute_bytes * weight
-        return 1.6 * chunk + 3 * hidden + sums + self.compute_bytes * weight
+        logits = self.master_bytes * self.tokens * self.head_rows
+        chunk = min(self.memory.loss_chunk_bytes, logits)
+        hidden = self.residual
+        if self.sequence_shards > 1:
+            hidden *= self.tp
+        sums = self.master_bytes * weight
+        gathered = 2 * self.compute_bytes * weight
+        return 1.6 * chunk + 3 * hidden + sums + gathered
 
     @cached_property
     def numel(self) -> float:
@@ -362,11 +378,15 @@ class RoughMemory:
         gradients = (self.compute_bytes + self.reduce_bytes) * rows * self.model.dim
         return gradients + 2 * self.residual
 
+    @property
+    def checkpoint_copy_bytes(self) -> float:
+        """Bytes of the copies that checkpoints keep on the host."""
+        nodes = -(-self.world_size // self.parallelism.ranks_per_node)
+        return checkpoint_copies(self.checkpoint, nodes).number * sum(self.weight_bytes)
+
     @cached_property
     def host_bytes(self) -> float:
-        nodes = -(-self.world_size // self.parallelism.ranks_per_node)
-        copies = checkpoint_copies(self.checkpoint, nodes).number
-        held = copies * sum(self.weight_bytes) + self.weight_bytes[1]
+        held = self.checkpoint_copy_bytes + self.weight_bytes[1]
         if self.on_host:  # Gradients, too.
             held += self.master_bytes * self.local_numel
         return held + self.in_flight * self.saved[1] * PINNED_OVERHEAD

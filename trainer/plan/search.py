@@ -29,24 +29,16 @@ from trainer.errors import ConfigError
 from trainer.hardware.attention_choice import attention_problems, with_attention_choice
 from trainer.hardware.device_specs import DeviceSpec
 from trainer.plan.layouts import enumerate_layouts
-from trainer.plan.memory_options import FREE_LOSS_CHUNKS_MIB, LOSS_CHUNKS_MIB, MEMORY_OPTIONS
+from trainer.plan.memory_options import LOSS_CHUNKS_MIB, MEMORY_OPTIONS
 from trainer.plan.plan import TrainingPlan
-from trainer.plan.rough import RoughPlan
-from trainer.plan.traced_forms import Form, Traces
-from trainer.plan.traced_plan import Trace, traced_plans
+from trainer.plan.traced_forms import MAX_ROUNDS, TIE_FACTOR, Form, Traces, form_of
+from trainer.plan.tracing import Trace, traced_plans
 
 MAX_RESULTS = 5
 NUM_NOT_FITTING = 3
 """Faster layouts that do not fit: how many are traced to say why."""
-MAX_ROUNDS = 8
-"""Rounds of traces of one search."""
 SEQ_LEN_STEP = 1 << 12
 """Granularity of the lengths tried."""
-TIE_FACTOR = 1.005
-"""Layouts within this factor of the fastest count as equal; the one that uses least memory is then
-the best.
-"""
-
 # From most to least memory.
 MEMORY_CHOICES: tuple[dict[str, Any], ...] = tuple(
     {f"memory.{key}": value for key, value in zip(MEMORY_OPTIONS, values, strict=True)}
@@ -74,13 +66,13 @@ MEMORY_CHOICES: tuple[dict[str, Any], ...] = tuple(
 FASTEST_OPTIONS = {
     "training.attention": "auto",
     "training.compile": "auto",
-    "memory.loss_chunk_mib": FREE_LOSS_CHUNKS_MIB[0],
+    "memory.loss_chunk_mib": LOSS_CHUNKS_MIB[-1],
     "memory.optimizer_placement": "device",
 }
 """Where a search starts, whatever the file says: "auto" is the fastest that the planned device can
 run.
 """
-SMALL_CHUNKS = {"memory.loss_chunk_mib": LOSS_CHUNKS_MIB[-1]}
+SMALL_CHUNKS = {"memory.loss_chunk_mib": LOSS_CHUNKS_MIB[0]}
 LEANER_OPTIONS: tuple[dict[str, Any], ...] = (
     SMALL_CHUNKS,
     SMALL_CHUNKS | {"training.compile": False},
@@ -171,7 +163,7 @@ def ranked(plans: Iterable[TrainingPlan]) -> list[TrainingPlan]:
     for plan in sorted(plans, key=attrgetter("step_seconds")):
         by_mesh.setdefault(tuple(plan.mesh.values()), plan)
     best = [*by_mesh.values()]
-    # Plans are not exact to 0.5 %, so memory decides among equals.
+    # Memory decides among equals.
     ties = [plan for plan in best if plan.step_seconds <= TIE_FACTOR * best[0].step_seconds]
     return sorted(ties, key=attrgetter("memory_utilization")) + best[len(ties) :]
 
@@ -332,8 +324,8 @@ class _LayoutSearch:
         """The form with the fastest chunks of logits that fit; of equally fast ones the smallest."""
         if "memory.loss_chunk_mib" in self.pinned:
             return form
-        sizes = sorted({*FREE_LOSS_CHUNKS_MIB, *LOSS_CHUNKS_MIB})
-        forms = (self.changed(form, {"memory.loss_chunk_mib": size}) for size in sizes)
+        chunks = ({"memory.loss_chunk_mib": size} for size in LOSS_CHUNKS_MIB)
+        forms = (self.changed(form, chunk) for chunk in chunks)
         fitting = [each for each in forms if each is not None and self.traces.fits(each)]
         return min([*fitting, form], key=self.traces.seconds)
 
@@ -379,16 +371,11 @@ class _LayoutSearch:
         config = with_overrides(self.config, dict(key))
         if any(attrgetter(key)(config) != attrgetter(key)(self.config) for key in self.pinned):
             return None
-        if problems := [*checks.placed_problems(config, self.world_size)]:
-            self.problems.update(problems)
+        try:
+            return form_of(config, key, self.world_size, self.device)
+        except ConfigError as error:
+            self.problems.update(error.problems)
             return None
-        estimate = RoughPlan(config, self.world_size, self.device)
-        if estimate.exceeds_host_budget:
-            budget = f"memory.host_budget_gib = {config.memory.host_budget_gib:g}"
-            problem = f"{budget}: which micro-batches of a pipeline share it is not planned"
-            self.problems.update([problem])
-            return None
-        return Form(config, key, estimate)
 
 
 # ---- longest sequence, fewest devices

@@ -1,136 +1,135 @@
-"""Single changes to a configuration that may free memory or save time. Imports no torch."""
+"""Single changes of a plan that help most: coarse estimates rank them, traces say what they give.
+
+Imports no torch but for traces that are not known.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from itertools import permutations
-from operator import attrgetter
-from typing import Any
+from collections.abc import Iterable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Literal
 
-from models.kernel_choice import FLASH_VERSIONS
-from parallelisms.mesh.context_plan import CP_METHODS
-from parallelisms.mesh.parallel_dims import AXES
-from trainer.config.job_config import Config
-from trainer.config.overrides import with_overrides
-from trainer.hardware.attention_choice import attention_problems
+from trainer.errors import ConfigError
+from trainer.hardware.attention_choice import with_attention_choice
 from trainer.hardware.device_specs import DeviceSpec
-from trainer.plan.memory_advice import Change, change_of, memory_changes, valid_changes
+from trainer.plan.changes import (
+    Change,
+    competition_key,
+    memory_saving_changes,
+    speedup_changes,
+)
+from trainer.plan.document import format_gib, format_seconds
+from trainer.plan.plan import TrainingPlan
+from trainer.plan.rough import RoughPlan
+from trainer.plan.traced_forms import Form, Traces, form_of
+from trainer.plan.tracing import Trace, traced_plans
 
-PACKAGE_NOTE = ", if its package is installed"
-LIGHTER_OFFLOADS = {"inputs_and_attention": ("inputs", "none"), "inputs": ("none",)}
+Goal = Literal["time", "memory", "device memory"]
+"""The purpose of changes; "memory" is that of device or host, whichever is fuller."""
+MAX_SUGGESTIONS = 3
+MIN_TIME_SAVING = 0.005
+"""Share of the step time that a suggestion must save."""
 
 
-def memory_saving_changes(config: Config, world_size: int) -> Iterator[Change]:
-    """Changes that may free device or host memory and add no configuration problem."""
-    host_values: dict[str, tuple[Any, ...]] = {
-        "memory.offload": LIGHTER_OFFLOADS.get(config.memory.offload, ()),
-        "memory.optimizer_placement": ("device",),
-    }
-    changes = [*memory_changes(config, world_size), *_key_changes(config, world_size, host_values)]
-    if config.checkpoint.asynchronous:
-        synchronous = with_overrides(config, {"checkpoint.asynchronous": False})
-        changes.append(Change("checkpoint.async = false", synchronous, world_size))
-    yield from valid_changes(config, world_size, [*changes, *_mesh_changes(config, world_size)])
+@dataclass(frozen=True)
+class Suggestion:
+    """A change of one key, or of two mesh degrees."""
+
+    change: Change
+    plan: TrainingPlan
+    freed_bytes: float
+    """Per device."""
+    saved_seconds: float
+    """Per step."""
+
+    def __str__(self) -> str:
+        gains = []
+        if self.freed_bytes > 0:
+            gains.append(f"frees {format_gib(self.freed_bytes)} GiB")
+        if self.saved_seconds > 0:
+            gains.append(f"saves {format_seconds(self.saved_seconds)} per step")
+        but = "" if self.plan.fits else "; the plan still does not fit"
+        return f"{self.change.text}: {' and '.join(gains) or 'uses less'}{but}"
 
 
-def speedup_changes(config: Config, world_size: int, device: DeviceSpec) -> Iterator[Change]:
-    """Changes that may save time on the same number of devices and add no configuration
-    problem.
+def suggestions(
+    plan: TrainingPlan, trace: Trace = traced_plans, *, goal: Goal | None = None
+) -> list[Suggestion]:
+    """The best changes.
+
+    `goal` left out: less time, or less memory if the plan does not fit.
     """
-    key_changes = _key_changes(config, world_size, _faster_values(config, device))
-    yield from valid_changes(
-        config, world_size, (*key_changes, *_mesh_changes(config, world_size))
+    goal = goal or ("time" if plan.fits else "memory")
+    estimate = RoughPlan(plan.config, plan.world_size, plan.device)
+    form = Form(plan.config, frozenset(), estimate)
+    # Estimates of changes are off as much as that of the plan.
+    traces = Traces()
+    traces.add([form], lambda _: [plan])
+    changes = likely_changes(form, traces, goal)
+    found = []
+    for change, changed in zip(
+        changes, trace([_changed(plan, each) for each in changes]), strict=True
+    ):
+        if changed is None:
+            continue
+        benefit = _benefit(plan, changed, goal)
+        if benefit > 0:
+            freed = plan.peak_memory.device_bytes - changed.peak_memory.device_bytes
+            saved = plan.step_seconds - changed.step_seconds if goal == "time" else 0
+            found.append((benefit, Suggestion(change, changed, freed, saved)))
+    return [suggestion for _, suggestion in sorted(found, key=lambda each: -each[0])]
+
+
+def likely_changes(form: Form, traces: Traces, goal: Goal) -> list[Change]:
+    """The changes that help most by their estimates, the best first."""
+    config = form.config
+    world_size = form.estimate.world_size
+    device = form.estimate.device
+
+    def benefit(changed: Form) -> float:
+        if goal == "device memory":
+            return traces.device_share(form) - traces.device_share(changed)
+        if goal == "memory":
+            return traces.memory_share(form) - traces.memory_share(changed)
+        saved = traces.seconds(form) - traces.seconds(changed)
+        helps = saved >= MIN_TIME_SAVING * traces.seconds(form) and traces.fits(changed)
+        return saved if helps else 0
+
+    changes = (
+        speedup_changes(config, world_size, device)
+        if goal == "time"
+        else memory_saving_changes(config, world_size)
     )
+    # Values of one key exclude each other, so only the best of them is worth a line.
+    best: dict[str, tuple[float, Change]] = {}
+    for change, changed in _valid_forms(changes, device):
+        key = competition_key(change)
+        if (gain := benefit(changed)) > best.get(key, (0, change))[0]:
+            best[key] = gain, change
+    ranked = sorted(best.values(), key=lambda each: -each[0])
+    return [change for _, change in ranked[:MAX_SUGGESTIONS]]
 
 
-def competition_key(change: Change) -> str:
-    """Key under which changes compete: only the best of each is suggested.
-
-    Kernels from separate packages do not compete.
-    """
-    return change.text.partition(" ")[0] + (
-        PACKAGE_NOTE if change.text.endswith(PACKAGE_NOTE) else ""
-    )
-
-
-def _key_changes(
-    config: Config, world_size: int, values: dict[str, tuple[Any, ...]]
-) -> Iterator[Change]:
-    for key, choices in values.items():
-        for value in choices:
-            if value != attrgetter(key)(config):
-                note = PACKAGE_NOTE if value in FLASH_VERSIONS else ""
-                yield change_of(config, world_size, {key: value}, note=note)
+def _valid_forms(changes: Iterable[Change], device: DeviceSpec) -> Iterator[tuple[Change, Form]]:
+    for change in changes:
+        config = with_attention_choice(change.config, device)
+        # A change that breaks a rule of the mesh is none.
+        with suppress(ConfigError):
+            key = frozenset({("change", change.text)})
+            yield change, form_of(config, key, change.world_size, device)
 
 
-def _able_flash_versions(config: Config, device: DeviceSpec) -> list[str]:
-    choices = {
-        kernel: with_overrides(config, {"training.attention": kernel}) for kernel in FLASH_VERSIONS
-    }
-    return [
-        kernel
-        for kernel, changed in choices.items()
-        if kernel in device.attention_flops and not attention_problems(changed, device)
-    ]
+def _changed(plan: TrainingPlan, change: Change) -> TrainingPlan:
+    config = with_attention_choice(change.config, plan.device)
+    return TrainingPlan(config, change.world_size, plan.device)
 
 
-def _faster_values(config: Config, device: DeviceSpec) -> dict[str, tuple[Any, ...]]:
-    """Values that may be faster, by key."""
-    memory = config.memory
-    parallelism = config.parallelism
-    training = config.training
-    # Values that save time if memory allows: less recomputation and offload, larger tiles and
-    # chunks.
-    values: dict[str, tuple[Any, ...]] = {
-        "memory.recompute": {
-            "none": (),
-            "keep_attention": ("none",),
-            "full": ("keep_attention", "none"),
-        }[memory.recompute],
-        "memory.offload": LIGHTER_OFFLOADS.get(memory.offload, ()),
-        "memory.mlp_tile_mib": (
-            None,
-            *((4 * memory.mlp_tile_mib,) if memory.mlp_tile_mib else ()),
-        ),
-        "memory.head_groups": (max(1, memory.head_groups // 2),),
-        "memory.blocks_per_checkpoint": (max(1, memory.blocks_per_checkpoint // 2),),
-        "memory.loss_chunk_mib": (4 * memory.loss_chunk_bytes >> 20,),
-        "memory.optimizer_placement": ("device",),
-        "training.attention": ("auto", *_able_flash_versions(config, device)),
-        "training.compile": () if config.compiles_on_gpu else (True,),
-        "training.reduce_dtype": ("bfloat16",),
-        "training.micro_batch_size": (2 * training.micro_batch_size,),
-    }
-    if config.model.build().num_experts:
-        values["parallelism.ep"] = (2 * parallelism.ep, max(1, parallelism.ep // 2))
-    if parallelism.pp == 1:
-        values["parallelism.reshard_after_forward"] = (False,)
-    if parallelism.cp > 1:
-        values |= {
-            "parallelism.cp_method": CP_METHODS,
-            "parallelism.cp_reduce_dtype": ("bfloat16",),
-        }
-    if parallelism.tp > 1:
-        values |= {
-            f"parallelism.{key}": (True,)
-            for key in ("async_tp", "sequence_parallel", "loss_parallel")
-        }
-    if parallelism.pp > 1:
-        values["parallelism.pp_schedule"] = ("1F1B", "Interleaved1F1B")
-        values["parallelism.pp_stages_per_rank"] = (2, 4)
-        values["parallelism.pp_reduce_gradients"] = ("per_step",)
-    return values
-
-
-def _mesh_changes(config: Config, world_size: int) -> Iterator[Change]:
-    """Moves a factor of two from one mesh dimension to another."""
-    degrees = config.parallelism.degrees(world_size)
-    for giver, taker in permutations(AXES, 2):
-        if degrees[giver] % 2 == 0:
-            halved = degrees[giver] // 2
-            doubled = 2 * degrees[taker]
-            yield change_of(
-                config,
-                world_size,
-                {f"parallelism.{giver}": halved, f"parallelism.{taker}": doubled},
-            )
+def _benefit(plan: TrainingPlan, changed: TrainingPlan, goal: Goal) -> float:
+    """The gain of a change, by traces; 0 if it does not help."""
+    if goal == "device memory":
+        return plan.device_utilization - changed.device_utilization
+    if goal == "memory":
+        return plan.memory_utilization - changed.memory_utilization
+    saved = plan.step_seconds - changed.step_seconds
+    return saved if changed.fits and saved >= MIN_TIME_SAVING * plan.step_seconds else 0

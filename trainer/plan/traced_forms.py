@@ -8,10 +8,18 @@ from functools import cached_property
 from statistics import median
 from typing import Any
 
+from trainer.config import checks
 from trainer.config.job_config import Config
+from trainer.errors import ConfigError
+from trainer.hardware.device_specs import DeviceSpec
 from trainer.plan.plan import TrainingPlan
 from trainer.plan.rough import RoughPlan
-from trainer.plan.traced_plan import Trace
+from trainer.plan.tracing import Trace
+
+TIE_FACTOR = 1.005
+"""Forms within this factor of the fastest count as equal, since plans are not exact to 0.5 %."""
+MAX_ROUNDS = 8
+"""Rounds of traces until the best is known."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -26,6 +34,19 @@ class Form:
     @cached_property
     def mesh(self) -> tuple[int, ...]:
         return tuple(self.config.parallelism.degrees(self.estimate.world_size).values())
+
+
+def form_of(
+    config: Config, key: frozenset[tuple[str, Any]], world_size: int, device: DeviceSpec
+) -> Form:
+    """Raises ConfigError if the configuration breaks a rule, or if no trace shows its step."""
+    if problems := [*checks.placed_problems(config, world_size)]:
+        raise ConfigError(problems)
+    estimate = RoughPlan(config, world_size, device)
+    if estimate.exceeds_host_budget:
+        budget = f"memory.host_budget_gib = {config.memory.host_budget_gib:g}"
+        raise ConfigError([f"{budget}: which micro-batches of a pipeline share it is not planned"])
+    return Form(config, key, estimate)
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
 from multiprocessing import active_children, get_context
@@ -15,12 +15,27 @@ from trainer.config import extension
 from trainer.config.job_config import Config
 from trainer.errors import RunError
 from trainer.plan.plan import TrainingPlan
-from trainer.plan.traced_plan import Trace, traced_plans
 from trainer.trace.answers import is_known, traced_rank_steps
 from trainer.trace.errors import UntraceableError
 
 MAX_PROCESSES = 8
 """A search traces as many layouts at once."""
+
+Trace = Callable[[Sequence[TrainingPlan]], Sequence[TrainingPlan | None]]
+"""Plans whose steps are traced; None for what no trace can show."""
+
+
+def traced_plans(plans: Sequence[TrainingPlan]) -> list[TrainingPlan | None]:
+    """The plans, traced one after the other."""
+    return [*map(_traced, plans)]
+
+
+def _traced(plan: TrainingPlan) -> TrainingPlan | None:
+    try:
+        _ = plan.rank_steps
+    except UntraceableError:
+        return None
+    return plan
 
 
 @contextmanager
@@ -73,11 +88,11 @@ def _pool(num_processes: int) -> ProcessPoolExecutor:
 
 
 def _start(extensions: Sequence[str], parent: int) -> None:
-    Thread(target=_end_with, args=(parent,), daemon=True).start()
+    Thread(target=end_with, args=(parent,), daemon=True).start()
     extension.install(extensions)
 
 
-def _end_with(parent: int) -> None:
+def end_with(parent: int) -> None:
     """Ends this process once the one that started it is gone, however that ended."""
     while os.getppid() == parent:
         time.sleep(1)

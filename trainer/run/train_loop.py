@@ -57,13 +57,12 @@ def train(
     failure of this rank, DivergedError and ResumeError on all ranks.
     """
     stage_config = stage.config
-    advice = read_prediction(run_dir.prediction_path).out_of_memory_advice
     profilers = Profilers(
         stage_config.profiler,
         run_dir.logs_dir,
         rank=world.rank,
         device=world.device,
-        advice=advice,
+        advice=lambda: read_prediction(run_dir.prediction_path).out_of_memory_advice,
     )
     loop: TrainLoop | None = None
     with Watchdog(run_dir.hangs_dir, rank=world.rank) as watchdog:

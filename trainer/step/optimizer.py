@@ -2,8 +2,7 @@
 non-finite steps.
 
 `Optimizer` computes the norm and decides when each weight is updated; an `UpdateRule` has the
-states and changes weights. `AdamW` is ours, extensions add others. Predicted memory and step time
-count AdamW's two moments: `trainer/memory/step.py` and `trainer/plan/memory_traffic.py`.
+states and changes weights. `AdamW` is ours, extensions add others.
 
 Clipping and the optimizer work on local shards. For lists of DTensors, torch would first work out
 a sharding in Python for every operation, on the host, while the device waits.

@@ -14,6 +14,8 @@ from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from secrets import token_hex
+from tempfile import TemporaryFile
+from threading import Thread
 from typing import Any
 
 import torch
@@ -29,7 +31,7 @@ from trainer.config.run_spec import SECRET_ENV
 from trainer.config.sections import DistributedSection
 from trainer.errors import ConfigError, RunFailedError
 from trainer.hardware.device import bind_to_numa_node, choose_device
-from trainer.hardware.host import GIB, child_environment, loopback_environment, node_memory_bytes
+from trainer.hardware.host import child_environment, loopback_environment, node_memory_bytes
 from trainer.step.store import find_store
 from trainer.storage.exit_markers import ATTEMPT_VARIABLE
 from trainer.storage.run_dir import flatten_config, is_source_path
@@ -114,15 +116,13 @@ def resolve_auto_memory(config: Config, world: World, prediction_path: Path) -> 
     """Replaces the memory options that are "auto" by those that fit the smallest device and node
     of all ranks.
 
-    A child process of rank 0 plans them and writes their prediction. Collective. Raises
-    ConfigError on all ranks if nothing fits.
+    A child process of rank 0 plans them and writes the prediction of the run; on a CPU only if
+    there is something to plan. Collective. Raises ConfigError on all ranks if nothing fits.
     """
     on_cpu = world.device.type == "cpu"
-    memory = config.memory
-    if on_cpu and memory.loss_chunk_mib == "auto":
-        memory = memory.model_copy(update={"loss_chunk_mib": memory.loss_chunk_bytes >> 20})
-        config = config.model_copy(update={"memory": memory})
-    if "auto" not in (memory.recompute, memory.loss_chunk_mib):
+    if on_cpu and config.memory.loss_chunk_mib == "auto":
+        config = _with_smallest_chunk(config)
+    if on_cpu and config.memory.recompute != "auto" and config.plan.device is None:
         return config
     ranks_per_node = max(1, world.size // world.num_nodes)
     host_bytes = node_memory_bytes()
@@ -132,8 +132,6 @@ def resolve_auto_memory(config: Config, world: World, prediction_path: Path) -> 
         device_bytes = host_bytes / ranks_per_node
     else:
         device_bytes = float(torch.cuda.get_device_properties(world.device).total_memory)
-    if config.memory.device_gib is not None:
-        device_bytes = config.memory.device_gib * GIB
     # The least of all ranks, as the negated maximum of the negated values.
     device_bytes, host_bytes = (
         -size for size in max_over_ranks(None, [-device_bytes, -host_bytes])
@@ -144,37 +142,50 @@ def resolve_auto_memory(config: Config, world: World, prediction_path: Path) -> 
         "ranks_per_node": ranks_per_node,
         "device_bytes": device_bytes,
         "host_bytes": host_bytes,
+        "on_cpu": on_cpu,
         "prediction_path": str(prediction_path),
     }
     # All ranks wait for rank 0's answer: with options of their own they would build different
     # models.
-    answer, *_ = all_gather_values(_run_planner(request) if world.rank == 0 else {})
+    answer, *_ = all_gather_values(_ask_planner(request, config) if world.rank == 0 else {})
     if answer["problems"]:
         raise ConfigError(answer["problems"])
-    if world.rank == 0:
+    if world.rank == 0 and answer["choice"]:
         log.info('memory options that are "auto": %s', answer["choice"])
     return config.model_copy(update={"memory": config.memory.model_copy(update=answer["memory"])})
 
 
-def _run_planner(request: dict[str, Any]) -> dict[str, Any]:
+def _with_smallest_chunk(config: Config) -> Config:
+    chunk = {"loss_chunk_mib": config.memory.loss_chunk_bytes >> 20}
+    return config.model_copy(update={"memory": config.memory.model_copy(update=chunk)})
+
+
+def _ask_planner(request: Mapping[str, Any], config: Config) -> dict[str, Any]:
+    """The planner's answer. Its process lives on beside the run, to trace advice."""
     # A child process: training processes import no planner.
-    command = [sys.executable, "-P", "-m", "trainer.launch.predict"]
-    child = subprocess.run(
-        command,
-        input=json.dumps(request),
-        env=child_environment(os.environ),
-        stdout=subprocess.PIPE,
-        text=True,
-        check=False,
-    )
-    if child.returncode:
-        return {
-            "problems": [
-                f'memory options that are "auto": the planner failed with exit code {child.returncode}'
-            ]
-        }
-    answer: dict[str, Any] = json.loads(child.stdout)
-    return answer
+    reading, writing = os.pipe()
+    with TemporaryFile("w+") as question, os.fdopen(reading) as answers:
+        json.dump(request, question)
+        question.seek(0)
+        child = subprocess.Popen(
+            [sys.executable, "-P", "-m", "trainer.launch.predict"],
+            env=child_environment(os.environ),
+            stdin=question,
+            stdout=writing,
+        )
+        os.close(writing)
+        line = answers.readline()
+    # It is collected whenever it ends.
+    Thread(target=child.wait, name="planner", daemon=True).start()
+    if line:
+        answer: dict[str, Any] = json.loads(line)
+        return answer
+    failure = "the planner failed"
+    if config.memory.recompute == "auto":
+        return {"problems": [f'memory options that are "auto": {failure}']}
+    log.warning("nothing is predicted: %s", failure)
+    memory = _with_smallest_chunk(config).memory.model_dump()
+    return {"memory": memory, "choice": "", "problems": []}
 
 
 @contextmanager

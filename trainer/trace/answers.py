@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from models.files import MAX_CONFIG_BYTES, read_regular
+from models.kernel_choice import FLASH_VERSIONS
 from trainer.config import extension
 from trainer.config.job_config import Config
 from trainer.storage.durable_io import write_atomic
@@ -88,6 +89,9 @@ def _key(config: Config, world_size: int, *, on_gpu: bool) -> str:
     # No step depends on them, so runs that differ in them share a trace.
     for name in ("steps", "seed"):
         del sections["training"][name]
+    # A trace runs all versions of FlashAttention as one.
+    if sections["training"]["attention"] in FLASH_VERSIONS:
+        sections["training"]["attention"] = "flash"
     # A trace is of this code under this torch: any change of either makes it unknown.
     sources = [_hash_of_sources(), version("torch"), extension.source_hashes()]
     described = [*sources, sections, repr(config.context_plan())]

@@ -12,6 +12,7 @@ allocates:
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from math import ceil
 from sys import maxsize
 from typing import Any, NamedTuple
 
@@ -19,6 +20,10 @@ import torch
 
 aten = torch.ops.aten
 WIDTH_MULTIPLE = 32
+MULTIPROCESSORS = 132
+"""An H100 has as many: a deterministic FlashAttention 2 sums the gradient of queries in parts that
+fill them.
+"""
 FLASH_PADDING = 128
 """Tokens by which FlashAttention's backward pads each sequence."""
 
@@ -35,7 +40,6 @@ class AttentionCall(NamedTuple):
     keys: int
     """Keys that the last query of a sequence sees, on average over all pairs."""
     head_dim: int
-    scratch_bytes: int = 0
 
     @property
     def flops(self) -> int:
@@ -95,20 +99,22 @@ def _causal_pairs(queries: int, keys: int, window: int) -> int:
     return growing * first + growing * (growing - 1) // 2 + (queries - growing) * seen
 
 
-def _flash_scratch(args: Sequence[Any]) -> int:
+def _flash_scratch(args: Sequence[Any], *, deterministic: bool) -> int:
     q = args[1]
     k = args[2]
-    lengths = args[6]
+    sequences = len(args[6]) - 1
     tokens, heads, head_dim = q.shape
-    padded = tokens + FLASH_PADDING * (len(lengths) - 1)
-    # A float32 sum of the gradient of queries, and one number per row.
-    sums = 4 * padded * heads * (_rounded(head_dim) + 1)
+    padded = tokens + FLASH_PADDING * sequences
+    # Separate sums take the place of atomic additions.
+    parts = ceil(MULTIPROCESSORS / (sequences * heads)) if deterministic else 1
+    # Float32 sums of the gradient of queries, and one number per row.
+    sums = 4 * padded * heads * (parts * _rounded(head_dim) + 1)
     # Gradients of keys and values for every query head.
     expanded = 2 * len(k) * heads * head_dim * q.element_size()
     return int(sums + (expanded if k.shape[1] < heads else 0))
 
 
-def _cudnn_scratch(args: Sequence[Any]) -> int:
+def _cudnn_scratch(args: Sequence[Any], **_: bool) -> int:
     q = args[1]
     k = args[2]
     batch, heads, queries, head_dim = q.shape
@@ -117,7 +123,7 @@ def _cudnn_scratch(args: Sequence[Any]) -> int:
     return int(sums + (expanded if k.shape[1] < heads else 0))
 
 
-def _efficient_scratch(args: Sequence[Any]) -> int:
+def _efficient_scratch(args: Sequence[Any], **_: bool) -> int:
     batch, heads, queries, head_dim = args[1].shape
     return int(4 * batch * heads * queries * (_rounded(head_dim) + 1))
 
@@ -129,31 +135,30 @@ def _rounded(head_dim: int) -> int:
 Reader = Callable[[Sequence[Any], dict[str, Any]], AttentionCall]
 
 
-def _with_scratch(read: Reader, scratch: Callable[[Sequence[Any]], int]) -> Reader:
-    return lambda args, kwargs: read(args, kwargs)._replace(scratch_bytes=scratch(args))
-
-
 CALLS: dict[Any, Reader] = {
     aten._scaled_dot_product_flash_attention_for_cpu: lambda args, _: _dense(args, "cpu", 2, 0, 4),
     aten._scaled_dot_product_flash_attention_for_cpu_backward: lambda args, _: _dense(
         args, "cpu", 5, 1, 7
     ),
     aten._flash_attention_forward: lambda args, kwargs: _varlen(args, 2, 0, kwargs),
-    aten._flash_attention_backward: _with_scratch(
-        lambda args, kwargs: _varlen(args, 5, 1, kwargs), _flash_scratch
-    ),
+    aten._flash_attention_backward: lambda args, kwargs: _varlen(args, 5, 1, kwargs),
     aten._scaled_dot_product_cudnn_attention: lambda args, _: _dense(args, "cudnn", 2, 0, 6),
-    aten._scaled_dot_product_cudnn_attention_backward: _with_scratch(
-        lambda args, _: _dense(args, "cudnn", 5, 1, 14), _cudnn_scratch
+    aten._scaled_dot_product_cudnn_attention_backward: lambda args, _: _dense(
+        args, "cudnn", 5, 1, 14
     ),
     aten._scaled_dot_product_efficient_attention: lambda args, _: _dense(
         args, "efficient", 2, 0, 6
     ),
-    aten._scaled_dot_product_efficient_attention_backward: _with_scratch(
-        lambda args, _: _dense(args, "efficient", 5, 1, 11), _efficient_scratch
+    aten._scaled_dot_product_efficient_attention_backward: lambda args, _: _dense(
+        args, "efficient", 5, 1, 11
     ),
 }
 """How to read a call of an operator."""
+SCRATCH: dict[Any, Callable[..., int]] = {
+    aten._flash_attention_backward: _flash_scratch,
+    aten._scaled_dot_product_cudnn_attention_backward: _cudnn_scratch,
+    aten._scaled_dot_product_efficient_attention_backward: _efficient_scratch,
+}
 
 
 def attention_call(
@@ -165,3 +170,9 @@ def attention_call(
     """
     read = CALLS.get(packet)
     return None if read is None else read(args, kwargs)
+
+
+def scratch_bytes(packet: Any, args: Sequence[Any], *, deterministic: bool) -> int:
+    """Memory that a kernel allocates and frees while it runs. `deterministic`: on a GPU."""
+    scratch = SCRATCH.get(packet)
+    return 0 if scratch is None else scratch(args, deterministic=deterministic)

@@ -58,6 +58,8 @@ class Death(NamedTuple):
 
 Change = Transient | Birth | Death
 Key = tuple[Place, TensorName]
+Buffer = tuple[int, str]
+"""Size and dtype of buffers of the host, which serve each other's tensors."""
 Target = Callable[[Place], int]
 """The pipeline rank that a piece sends its message to."""
 
@@ -88,12 +90,14 @@ class Correspondence:
         return place._replace(micro_batch=self._original_micro_batch(place.micro_batch), unit=unit)
 
     def _original_micro_batch(self, number: int) -> int:
-        """The first, the second for all others, and the third for the last if three are
-        recorded.
+        """The recorded one that it is like: the last recorded one stands for all others, or the one
+        before it where the last one has an original of its own.
         """
-        if self.recorded_micro_batches > 2 and number == self.micro_batches - 1:
-            return 2
-        return min(number, 1, self.recorded_micro_batches - 1)
+        recorded = self.recorded_micro_batches
+        has_last = recorded > 2
+        if has_last and number == self.micro_batches - 1:
+            return recorded - 1
+        return min(number, recorded - (2 if has_last else 1))
 
     def allocated_by(self, origin: Place, here: Place, copy: Place) -> Iterator[Place]:
         """The pieces whose tensors `copy` frees, if the recorded `here`, which it is like, frees
@@ -134,14 +138,14 @@ class Memory:
 
     device_bytes: int
     live: dict[Key, Allocation] = field(default_factory=dict)
-    used_buffers: Counter[int] = field(default_factory=Counter)
-    """Buffers of the host in use, by size."""
-    host_buffers: Counter[int] = field(default_factory=Counter)
+    used_buffers: Counter[Buffer] = field(default_factory=Counter)
+    """Buffers of the host in use."""
+    host_buffers: Counter[Buffer] = field(default_factory=Counter)
     """Buffers that exist: a free one is used again for a tensor of its size, and none is given
     back.
     """
-    first_use: dict[int, Allocation] = field(default_factory=dict)
-    """First allocation of each size of buffer, which names it."""
+    first_use: dict[Buffer, Allocation] = field(default_factory=dict)
+    """First allocation of each kind of buffer, which names it."""
 
     def allocate(self, place: Place, name: TensorName) -> None:
         self.live[place, name] = name.allocation
@@ -159,14 +163,15 @@ class Memory:
         if not allocation.on_host:
             self.device_bytes += sign * allocation.size
             return
-        self.first_use.setdefault(allocation.size, allocation)
-        self.used_buffers[allocation.size] += sign
+        buffer = allocation.size, allocation.dtype
+        self.first_use.setdefault(buffer, allocation)
+        self.used_buffers[buffer] += sign
         # The union of counters is their maximum: a buffer is reused, and never given back.
-        self.host_buffers |= Counter({allocation.size: self.used_buffers[allocation.size]})
+        self.host_buffers |= Counter({buffer: self.used_buffers[buffer]})
 
     @property
     def host_bytes(self) -> int:
-        return sum(size * count for size, count in self.host_buffers.items())
+        return sum(size * count for (size, _), count in self.host_buffers.items())
 
 
 class Peak(NamedTuple):
@@ -204,7 +209,7 @@ class ComposedStep(NamedTuple):
     peak: Peak
     """Peak of the device."""
     host_bytes: int
-    """Bytes of buffers for offloaded activations."""
+    """Bytes of buffers for offloaded activations, and of gradients for an optimizer there."""
     work: Work
     states: Counter[State]
     """How many there are of each, with no place in a block."""
@@ -220,6 +225,16 @@ class ComposedStep(NamedTuple):
     """Tensors that no copy freed, unlike the recorded step: (recorded piece that allocated it,
     name).
     """
+
+    @property
+    def offloaded_bytes(self) -> int:
+        """Bytes of buffers for offloaded activations."""
+        return sum(each.size for each in self.live if each.allocation.is_offload_buffer)
+
+    @property
+    def needs_micro_batches(self) -> bool:
+        """Whether what a micro-batch leaves to the next does so from a later one on."""
+        return bool(self.left) and not self.missing
 
     @property
     def is_closed(self) -> bool:
@@ -330,8 +345,8 @@ class Composition:
         """Buffers of the host, used and free."""
         first_use = self.memory.first_use
         return [
-            LiveTensor(first_use[size], BEGIN, None, count)
-            for size, count in self.memory.host_buffers.items()
+            LiveTensor(first_use[buffer], BEGIN, None, count)
+            for buffer, count in self.memory.host_buffers.items()
         ]
 
     def work(self) -> Work:

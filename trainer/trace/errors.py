@@ -1,5 +1,7 @@
 """Why a step is not traced. Imports no torch."""
 
+from trainer.errors import ConfigError
 
-class UntraceableError(ValueError):
+
+class UntraceableError(ConfigError):
     """The step of a valid configuration has no trace yet."""

@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.distributed.fsdp._fully_shard import _fsdp_param_group
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 
+from parallelisms.mesh.collectives import to_local
 from trainer.trace.operators import OpCounterMode
 from trainer.trace.pieces import COPY, GRADIENTS, HOST, WEIGHTS
 
@@ -44,6 +45,8 @@ def weights_on_host(counter: OpCounterMode) -> Iterator[None]:
         result = reduce(parameters, *args, **kwargs)
         size = sum(each._sharded_param_data.nbytes for each in parameters)
         counter.on_message((HOST, GRADIENTS, counter.phase), size)
+        for each in parameters:
+            counter.storages.move_to_host(to_local(each.sharded_param.grad))
         return result
 
     with (

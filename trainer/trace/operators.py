@@ -27,7 +27,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
 from parallelisms.mesh.message_bytes import MIN_COUNTED_BYTES, sent_bytes
-from trainer.trace.attention_calls import attention_call
+from trainer.trace.attention_calls import attention_call, scratch_bytes
 from trainer.trace.collective_calls import COLLECTIVES, channel_of
 from trainer.trace.fake_kernels import FakeKernels, Layout
 from trainer.trace.operator_facts import facts_of
@@ -147,6 +147,17 @@ class StorageTracker:
                 repeated = stored.allocation._replace(size=stored.allocation.size * times)
                 self._replace(key, repeated, "tensors of every part of a loop")
 
+    def move_to_host(self, x: Tensor) -> None:
+        """The storage of a tensor is one of the host from now on."""
+        key = x.untyped_storage()._cdata
+        stored = self._storages[key]
+        if stored.kind == HOST:
+            return
+        self._adjust(stored.kind, -stored.allocation.size, "")
+        self._storages[key] = stored._replace(kind=HOST)
+        self._adjust(HOST, stored.allocation.size, "")
+        self._replace(key, stored.allocation._replace(on_host=True), "")
+
     def _replace(self, key: int, allocation: Allocation, moment: str) -> None:
         stored = self._storages[key]
         self._storages[key] = stored._replace(allocation=allocation)
@@ -219,6 +230,8 @@ class OpCounterMode(TorchDispatchMode):
         self.work = Work()
         self.times = 1
         """How often kernels and messages count."""
+        self.deterministic = False
+        """Whether kernels of a GPU avoid atomic additions."""
         self.on_message: Callable[[MessageKey, float], int] = lambda key, size: 0  # noqa: ARG005
         """Called when a message starts, with the bytes that it sends; returns its number."""
         self.on_arrival: Callable[[int], None] = lambda number: None  # noqa: ARG005
@@ -391,7 +404,8 @@ class OpCounterMode(TorchDispatchMode):
                 self.times * call.flops
             )
             self.work.kernels[phase] += self.times
-            self.storages.use_scratch(call.scratch_bytes, self.phase, str(packet))
+            scratch = scratch_bytes(packet, args, deterministic=self.deterministic)
+            self.storages.use_scratch(scratch, self.phase, str(packet))
         elif self._allocates:
             results = tensors_of((result,))
             # Integers with real values are computed on the host.

@@ -71,6 +71,11 @@ class Allocation(NamedTuple):
     fsdp: str = ""
     """The tensors that FSDP handles there: "weights", "gradients" or ""."""
 
+    @property
+    def is_offload_buffer(self) -> bool:
+        """Whether it is a buffer for offloaded activations."""
+        return self.on_host and self.dtype == "uint8"
+
 
 class Free(NamedTuple):
     """The end of an allocation."""

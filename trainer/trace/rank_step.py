@@ -103,7 +103,7 @@ def _tensors(
             )
             yield _of_size(copy, state.size)
     for each in whole.live:
-        yield _live_tensor(each, on_host=on_host)
+        yield _live_tensor(each)
     if whole.other_states:
         yield MemoryTensor(
             "other tensors",
@@ -133,20 +133,17 @@ def _merged(tensors: Iterable[MemoryTensor]) -> tuple[MemoryTensor, ...]:
     return tuple(tensor._replace(copies=count) for tensor, count in copies.items())
 
 
-def _live_tensor(each: LiveTensor, *, on_host: bool) -> MemoryTensor:
-    """`on_host`: the optimizer runs there."""
+def _live_tensor(each: LiveTensor) -> MemoryTensor:
     allocation = each.allocation
-    line = _line_of(each)
-    is_on_host = allocation.on_host or (on_host and line == "gradients")
     tensor = MemoryTensor(
         allocation.operator.removeprefix("aten."),
         allocation.shape,
         allocation.dtype,
-        line,
-        OFFLOAD if allocation.on_host else allocation.line,
+        _line_of(each),
+        OFFLOAD if allocation.is_offload_buffer else allocation.line,
         _lifetime(each),
         each.copies,
-        is_on_host,
+        allocation.on_host,
     )
     return _of_size(tensor, allocation.size)
 
@@ -168,7 +165,7 @@ def _line_of(each: LiveTensor) -> str:
     freed_in = each.freed_in
     allocation = each.allocation
     if allocation.on_host:
-        return "saved activations"
+        return "saved activations" if allocation.is_offload_buffer else "gradients"
     if made_in.action == "load":
         return "batch"
     # The first rule that matches decides: FSDP gathers in the same passes that make activations.

@@ -7,6 +7,7 @@ seconds.
 from __future__ import annotations
 
 import gc
+from collections import Counter
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
@@ -23,6 +24,7 @@ from models.kernel_choice import FLASH_VERSIONS
 from models.transformer import Transformer
 from parallelisms.activation_offload import MAX_PENDING_OFFLOADS
 from parallelisms.mesh.collectives import to_local
+from parallelisms.mesh.shard_layout import SeqLayout
 from trainer.config.job_config import Config
 from trainer.config.model import ModelSection
 from trainer.data.sequences import BlendedDataset
@@ -46,6 +48,13 @@ class NoData:
     """Stands in for a dataset of which the trainer only reads the source names."""
 
     names = ("fake",)
+
+
+MAX_EXTRA_MICRO_BATCHES = 2
+MAX_IMBALANCE = 1.05
+"""Pairs of the busiest rank of a ring over those of the first, up to which that one stands for all:
+it may hold more.
+"""
 
 
 class TracedStep(NamedTuple):
@@ -81,7 +90,7 @@ def trace_step(
 def trace_pp_ranks(
     config: Config, world_size: int, *, kernel: str | None = None, compiled: bool = False
 ) -> list[TracedStep]:
-    """`trace_step` of the first rank of every pipeline rank.
+    """`trace_step` of the busiest rank of every pipeline rank.
 
     Ranks whose blocks are alike share a recorded step.
     """
@@ -93,9 +102,31 @@ def trace_pp_ranks(
         other, trace = recorded[step.likeness]
         return renumbered(trace, dict(zip(other.stages, step.stages, strict=True)))
 
-    pp = config.parallelism.pp
-    ranks = range(0, world_size, world_size // pp)
+    ranks = range(
+        busiest_rank(config, world_size), world_size, world_size // config.parallelism.pp
+    )
     return [_trace(config, world_size, rank, run, on_gpu=kernel is not None) for rank in ranks]
+
+
+def busiest_rank(config: Config, world_size: int) -> int:
+    """The rank of the first pipeline rank whose queries attend to most keys, of sequences that are
+    one document; the first rank where none has much more to do.
+    """
+    plan = config.context_plan()
+    seq_len = config.training.seq_len
+    boundaries = 0, seq_len, plan.padded_length(seq_len)
+    layout = SeqLayout(plan.resolved_layout, plan.ring_degree, boundaries)
+    windows = Counter(kind.window for kind in config.model.build().layer_kinds)
+    by_window = [
+        [layers * pairs for pairs in layout.pairs_per_rank(window)]
+        for window, layers in windows.items()
+    ]
+    pairs = [*map(sum, zip(*by_window, strict=True))]
+    if max(pairs) <= MAX_IMBALANCE * pairs[0]:
+        return 0
+    # Ranks that exchange heads are next to each other, and those of tp between them.
+    distance = plan.ulysses_degree * config.parallelism.degrees(world_size)["tp"]
+    return pairs.index(max(pairs)) * distance
 
 
 def _trace(
@@ -107,11 +138,23 @@ def _trace(
     while True:
         trace = run(step)
         whole = compose(trace, [*step.order()], step.correspondence, step.target)
-        longer = replace(step, extra=step.extra + 2)
-        # Without more blocks to record, a longer trace would be the same.
-        if whole.is_closed or longer.stages == step.stages:
+        if whole.is_closed:
             return TracedStep(whole, step, trace)
+        longer = _longer(step, whole)
+        # Without more to record, a longer trace would be the same.
+        if longer.size == step.size:
+            tensors = whole.missing.total() + whole.left.total()
+            raise UntraceableError(
+                [f"the ends of {tensors:,} tensors of this step do not follow from a short trace"]
+            )
         step = longer
+
+
+def _longer(step: ShortStep, whole: ComposedStep) -> ShortStep:
+    may_grow = step.plan.pp > 1 and step.extra_micro_batches < MAX_EXTRA_MICRO_BATCHES
+    if whole.needs_micro_batches and may_grow:
+        return replace(step, extra_micro_batches=step.extra_micro_batches + 1)
+    return replace(step, extra=step.extra + 2)
 
 
 def _with_host_budget(step: ShortStep, run: Callable[[ShortStep], Trace]) -> ShortStep:
@@ -134,11 +177,13 @@ def _with_host_budget(step: ShortStep, run: Callable[[ShortStep], Trace]) -> Sho
     if step.plan.pp > 1:
         needed = compose(
             trace, [*unlimited.order()], unlimited.correspondence, unlimited.target
-        ).host_bytes
+        ).offloaded_bytes
         if needed > budget:
             raise UntraceableError(
-                f"memory.host_budget_gib = {memory.host_budget_gib:g} is less than the {needed * step.ranks_per_node / GIB:.1f} "
-                "GiB that a node offloads: which micro-batches of a pipeline share it is not traced"
+                [
+                    f"memory.host_budget_gib = {memory.host_budget_gib:g} is less than the {needed * step.ranks_per_node / GIB:.1f} "
+                    "GiB that a node offloads: which micro-batches of a pipeline share it is not planned"
+                ]
             )
         return unlimited
     offloaded = offloaded_by_block(trace)
@@ -221,6 +266,7 @@ def traced(
             # As torch calls the version that is active.
             kernel = "flash" if kernel in FLASH_VERSIONS else kernel
             stack.enter_context(paths_of_gpu(counter))
+            counter.deterministic = config.training.deterministic
             if config.memory.optimizer_placement == "host":
                 stack.enter_context(weights_on_host(counter))
         if compiled:

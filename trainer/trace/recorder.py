@@ -72,8 +72,8 @@ class PieceRecorder(StorageTracker):
         self._continue(counter)
 
     def on_allocation(self, key: int, allocation: Allocation) -> None:
-        if allocation.on_host:
-            # A buffer of the pool: it counts while it is used.
+        if allocation.is_offload_buffer:
+            # It counts while it is used.
             return
         self.record_allocation(key, allocation)
 

@@ -96,6 +96,8 @@ class ShortStep:
     rank: int = 0
     extra: int = 0
     """Periods of layers, recorded beyond one."""
+    extra_micro_batches: int = 0
+    """Micro-batches that a pipeline records beyond three."""
     offloaded: tuple[Offloaded, ...] = ()
     """Bytes that a host budget lets every block offload; empty without a budget."""
 
@@ -123,6 +125,11 @@ class ShortStep:
         }
 
     @property
+    def size(self) -> Hashable:
+        """Equal for steps of this rank that record as much."""
+        return self.micro_batches, tuple(blocks.kept for blocks in self.stages.values())
+
+    @property
     def likeness(self) -> Hashable:
         """Equal for ranks of a pipeline whose short steps differ by the numbers of their stages
         alone.
@@ -134,7 +141,11 @@ class ShortStep:
             tuple(kinds[stage][place] for place in blocks.kept)
             for stage, blocks in self.stages.items()
         ]
-        return (*zip(map(self._ends, self.stages), kept, strict=True),)
+        return (
+            *zip(map(self._ends, self.stages), kept, strict=True),
+            self.offloaded,
+            self.micro_batches,
+        )
 
     def _ends(self, stage: int) -> tuple[bool, bool]:
         return stage == 0, stage == self.plan.num_stages - 1
@@ -160,7 +171,8 @@ class ShortStep:
         """Micro-batches of the short step: with a pipeline the last one differs, since it reduces
         gradients.
         """
-        return min(self.plan.num_micro_batches, 2 if self.plan.pp == 1 else 3)
+        recorded = 2 if self.plan.pp == 1 else 3 + self.extra_micro_batches
+        return min(self.plan.num_micro_batches, recorded)
 
     @cached_property
     def model(self) -> ModelConfig:

@@ -5,7 +5,6 @@ A moment is a sum of tensors: nothing is ever subtracted, so no line of it can b
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
 from math import prod
@@ -61,24 +60,6 @@ class MemoryTensor(NamedTuple):
         return self.copies * prod(self.shape) * DTYPE_BYTES[self.dtype]
 
 
-Tensors = tuple[MemoryTensor, ...]
-
-
-def tensors(
-    line: str, source: str, lifetime: str, *entries: MemoryTensor, on_host: bool = False
-) -> Tensors:
-    """The entries that exist, with what they have in common. An entry of 0 copies does not exist
-    in this configuration.
-    """
-    return tuple(
-        MemoryTensor(
-            each.name, each.shape, each.dtype, line, source, lifetime, each.copies, on_host
-        )
-        for each in entries
-        if each.copies
-    )
-
-
 @dataclass(frozen=True)
 class MemoryItem:
     """One line of a moment."""
@@ -95,7 +76,7 @@ class MemoryEstimate:
     phase: str
     pp_rank: int
     pp: int
-    tensors: Tensors
+    tensors: tuple[MemoryTensor, ...]
 
     @cached_property
     def device_bytes(self) -> float:
@@ -110,21 +91,14 @@ class MemoryEstimate:
         return tuple(self.item(line) for line in LINES)
 
     def item(self, name: str) -> MemoryItem:
-        return MemoryItem(
-            name, *(total_bytes(self.tensors, line=name, on_host=host) for host in (False, True))
+        of_line = [each for each in self.tensors if each.line == name]
+        device, host = (
+            sum(each.bytes for each in of_line if each.on_host == on_host)
+            for on_host in (False, True)
         )
+        return MemoryItem(name, device, host)
 
     @property
     def largest_items(self) -> list[MemoryItem]:
         """The three that need most of the device."""
         return sorted(self.items, key=lambda item: -item.device_bytes)[:3]
-
-
-def total_bytes(
-    given: Iterable[MemoryTensor], *, line: str | None = None, on_host: bool | None = None
-) -> float:
-    return sum(
-        each.bytes
-        for each in given
-        if line in (None, each.line) and (on_host is None or on_host == each.on_host)
-    )

@@ -58,8 +58,11 @@ def moved_bytes(
         written = tensors_of(
             args[place] if isinstance(place, int) else kwargs[place] for place in facts.writes
         )
-        read = tensors[1:] if packet in OVERWRITES else tensors
-        return nbytes(read) + nbytes(written)
+        if packet in OVERWRITES:
+            return nbytes(tensors[1:]) + nbytes(written)
+        # What has no place, "out", is written to alone.
+        given = (value for name, value in kwargs.items() if name not in facts.writes)
+        return nbytes(tensors_of([*args, *given])) + nbytes(written)
     if facts.returns_views or not func._schema.returns or packet.__name__.startswith(NO_KERNELS):
         return 0
     return nbytes(result if packet.__name__ in FILLED else [*tensors, *result])

@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from contextlib import closing, contextmanager, redirect_stderr, redirect_stdout
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -31,6 +32,7 @@ from parallelisms.block_recompute import eager
 from tests.config.wiring import runs
 from tests.config.wiring.cases import Task
 from tests.plan.counted_steps import OPERATORS
+from tests.plan.made_up_traces import made_up_rank_steps
 from trainer.config import extension
 from trainer.config.checks import problems
 from trainer.config.data import DEFAULT_SOURCE
@@ -513,5 +515,7 @@ def planned_device(recipe: Recipe) -> str:
     """The device that `python -m trainer.plan` plans for."""
     with tempfile.TemporaryDirectory() as folder, redirect_stdout(io.StringIO()) as output:
         (Path(folder) / "run.toml").write_text(to_toml(recipe))
-        plan_main(["--config", f"{folder}/run.toml", "--quick"])
+        # No step is traced in a process that has ranks.
+        with patch("trainer.plan.plan.traced_rank_steps", made_up_rank_steps):
+            plan_main(["--config", f"{folder}/run.toml"])
     return next(line for line in output.getvalue().splitlines() if "device" in line)

@@ -1,5 +1,5 @@
-"""The memory estimate against dry runs of drawn configurations: a sample of `python -m
-benchmarks.memory_grid`.
+"""Whole steps that follow from short ones against dry runs of drawn configurations: a sample of
+`python -m benchmarks.memory_grid`.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from benchmarks import memory_grid
 
 SAMPLE = len(memory_grid.PIPELINES)
 """One case of every schedule, and several without a pipeline."""
-QUICK = (7,)
+QUICK = ()
 
 
 def cases_in(name: str) -> list[str]:
@@ -24,8 +24,8 @@ def cases_in(name: str) -> list[str]:
 
 
 FOUND = cases_in("memory_cases.txt")
-"""Cases of other seeds in which a tensor was missing."""
-QUICK_FOUND = (1, 2, 7)
+"""Cases of other seeds whose peaks a tensor decides that is small elsewhere."""
+QUICK_FOUND = (7,)
 KINDS = cases_in("kind_cases.txt")
 QUICK_KINDS = (4,)
 """Norms of outputs."""
@@ -39,23 +39,25 @@ def some_slow(count: int, quick: tuple[int, ...]) -> list[Any]:
     ]
 
 
+def require_right(case: memory_grid.GridCase) -> None:
+    found = memory_grid.compare(memory_grid.deepened(case))
+    assert not found.is_wrong, str(found)
+
+
 @pytest.mark.parametrize("index", some_slow(SAMPLE, QUICK))
-def test_estimates_equal_dry_runs_within_3_percent(index: int) -> None:
+def test_drawn_steps_follow_from_short_ones(index: int) -> None:
     (case,) = islice(memory_grid.draw_cases(seed=0), index, index + 1)
-    found = memory_grid.compare(case)
-    assert found.error <= memory_grid.LIMIT, str(found)
+    require_right(case)
 
 
 @pytest.mark.parametrize("index", some_slow(len(FOUND), QUICK_FOUND))
-def test_tensors_once_missing_are_counted(index: int) -> None:
-    found = memory_grid.compare(memory_grid.parse_case(FOUND[index]))
-    assert found.error <= memory_grid.LIMIT, str(found)
+def test_tensors_that_decide_few_peaks_are_traced(index: int) -> None:
+    require_right(memory_grid.parse_case(FOUND[index]))
 
 
 @pytest.mark.parametrize("index", some_slow(len(KINDS), QUICK_KINDS))
-def test_kinds_of_layers_are_counted(index: int) -> None:
-    found = memory_grid.compare(memory_grid.parse_case(KINDS[index]))
-    assert found.error <= memory_grid.LIMIT, str(found)
+def test_kinds_of_layers_are_traced(index: int) -> None:
+    require_right(memory_grid.parse_case(KINDS[index]))
 
 
 def test_a_printed_case_can_be_run_again() -> None:
