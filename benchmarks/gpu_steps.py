@@ -11,7 +11,9 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from hashlib import blake2b
+from pathlib import Path
 from statistics import median
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
@@ -28,10 +30,8 @@ from trainer.config.parse import load
 from trainer.data.copy_task import CopyDataset
 from trainer.data.sequences import FULL_SEQUENCE, BlendedDataset, SequenceShard
 from trainer.hardware.host import GIB, node_memory_bytes
-from trainer.launch.predict import planned_device
-from trainer.plan.memory_options import choose_memory_options
 from trainer.step.build import compiles, require_right_gradients
-from trainer.step.process_group import process_group
+from trainer.step.process_group import ask_planner, process_group
 from trainer.step.trainer import StepMetrics, Trainer
 
 LLAMA_1B = "--model.family llama3.2 --model.size 1b"
@@ -156,13 +156,17 @@ def as_started(bench: Bench, config: Config) -> Config:
     if compiles(config, bench.device):
         training = config.training.model_copy(update={"compile": True})
         require_right_gradients(config.model_copy(update={"training": training}))
-    device = planned_device(
-        config,
-        ranks_per_node=1,
-        device_bytes=torch.cuda.get_device_properties(bench.device).total_memory,
-        host_bytes=node_memory_bytes(),
-    )
-    return choose_memory_options(config, 1, device).config
+    with TemporaryDirectory() as folder:
+        answer = ask_planner(
+            config,
+            1,
+            prediction_path=Path(folder) / "prediction.json",
+            ranks_per_node=1,
+            device_bytes=torch.cuda.get_device_properties(bench.device).total_memory,
+            host_bytes=node_memory_bytes(),
+            on_cpu=False,
+        )
+    return config.model_copy(update={"memory": config.memory.model_copy(update=answer["memory"])})
 
 
 def step(bench: Bench, case: StepCase, rounds: Rounds = Rounds()) -> float:

@@ -130,6 +130,7 @@ def main() -> int:
     )
     try:
         choice = choose_memory_options(config, world_size, device)
+        planned = with_plan(prediction, config, choice.plan)
     except UntraceableError as error:
         problems = [f"nothing is predicted: {problem}" for problem in error.problems]
         unplanned = {"warnings": (*prediction.warnings, *problems)}
@@ -139,8 +140,7 @@ def main() -> int:
     except ConfigError as error:
         _answer({"problems": error.problems})
         return 0
-    prediction = with_plan(prediction, config, choice.plan)
-    write_prediction(path, prediction)
+    write_prediction(path, planned)
     _answer(
         {
             "memory": choice.config.memory.model_dump(),
@@ -148,7 +148,7 @@ def main() -> int:
             "problems": [],
         }
     )
-    _trace_advice(choice, prediction, path)
+    _trace_advice(choice, planned, path)
     return 0
 
 

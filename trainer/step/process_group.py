@@ -136,18 +136,20 @@ def resolve_auto_memory(config: Config, world: World, prediction_path: Path) -> 
     device_bytes, host_bytes = (
         -size for size in max_over_ranks(None, [-device_bytes, -host_bytes])
     )
-    request = {
-        "config": config.model_dump_json(by_alias=True, exclude_unset=True),
-        "world_size": world.size,
-        "ranks_per_node": ranks_per_node,
-        "device_bytes": device_bytes,
-        "host_bytes": host_bytes,
-        "on_cpu": on_cpu,
-        "prediction_path": str(prediction_path),
-    }
+    answer: dict[str, Any] = {}
+    if world.rank == 0:
+        answer = ask_planner(
+            config,
+            world.size,
+            ranks_per_node=ranks_per_node,
+            device_bytes=device_bytes,
+            host_bytes=host_bytes,
+            on_cpu=on_cpu,
+            prediction_path=prediction_path,
+        )
     # All ranks wait for rank 0's answer: with options of their own they would build different
     # models.
-    answer, *_ = all_gather_values(_ask_planner(request, config) if world.rank == 0 else {})
+    answer, *_ = all_gather_values(answer)
     if answer["problems"]:
         raise ConfigError(answer["problems"])
     if world.rank == 0 and answer["choice"]:
@@ -160,16 +162,29 @@ def _with_smallest_chunk(config: Config) -> Config:
     return config.model_copy(update={"memory": config.memory.model_copy(update=chunk)})
 
 
-def _ask_planner(request: Mapping[str, Any], config: Config) -> dict[str, Any]:
-    """The planner's answer. Its process lives on beside the run, to trace advice."""
-    # A child process: training processes import no planner.
+def ask_planner(
+    config: Config, world_size: int, *, prediction_path: Path, **limits: float
+) -> dict[str, Any]:
+    """The answer of `trainer.launch.predict`, whose process lives on beside the run, to trace
+    advice.
+
+    `limits`: ranks_per_node, device_bytes, host_bytes and on_cpu.
+    """
+    request = {
+        "config": config.model_dump_json(by_alias=True, exclude_unset=True),
+        "world_size": world_size,
+        "prediction_path": str(prediction_path),
+        **limits,
+    }
+    # A child process: training processes import no planner, and a trace needs no device.
+    environment = child_environment(os.environ) | {"CUDA_VISIBLE_DEVICES": ""}
     reading, writing = os.pipe()
     with TemporaryFile("w+") as question, os.fdopen(reading) as answers:
         json.dump(request, question)
         question.seek(0)
         child = subprocess.Popen(
             [sys.executable, "-P", "-m", "trainer.launch.predict"],
-            env=child_environment(os.environ),
+            env=environment,
             stdin=question,
             stdout=writing,
         )
