@@ -353,6 +353,7 @@ def run_command(argv: Sequence[str], parser: CommandParser) -> int:
     `OSError`.
     """
     keep_others_from_writing()
+    open_missing_streams()
     try:
         options, overrides = parser.parse(argv)
     except SystemExit:  # argparse has printed the help.
@@ -367,7 +368,8 @@ def run_command(argv: Sequence[str], parser: CommandParser) -> int:
     except KeyboardInterrupt:
         failure = RunError("interrupted")
     except OSError as error:
-        failure = RankFailedError(EXIT_FAILURE, f"{error.filename}: {error.strerror}")
+        place = "" if error.filename is None else f"{error.filename}: "
+        failure = RankFailedError(EXIT_FAILURE, f"{place}{error.strerror}")
     except RunError as error:
         failure = error
     except Exception as error:
@@ -376,6 +378,13 @@ def run_command(argv: Sequence[str], parser: CommandParser) -> int:
             raise
         failure = RankFailedError(EXIT_FAILURE, problem)
     return _print_failure(failure, parser.rank())
+
+
+def open_missing_streams() -> None:
+    """Gives a process whose standard output or error was closed a place to write to."""
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:
+            setattr(sys, name, os.fdopen(os.open(os.devnull, os.O_WRONLY), "w"))
 
 
 def _print_failure(failure: RunError, rank: int) -> int:

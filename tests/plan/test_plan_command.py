@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import subprocess
 import sys
 import tomllib
 from contextlib import suppress
@@ -65,6 +66,20 @@ def test_suggestions_follow_an_answer_that_is_printed_already(
     with suppress(KeyboardInterrupt):
         main(FITS)
     assert capsys.readouterr().out.startswith("llama3_8b_1m on 32 x h100-80gb")
+
+
+def test_a_process_whose_output_is_closed_ends_without_a_traceback() -> None:
+    code = "import sys; sys.stdout = None; from trainer.plan.__main__ import main; sys.exit(main(['--gpus', 'x']))"
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 2
+    assert done.stderr.startswith("error: command line: --gpus")
+    code = code.replace("sys.stdout", "sys.stderr")
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=False
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (2, "", "")
 
 
 @pytest.mark.usefixtures("made_up")

@@ -325,6 +325,15 @@ def test_a_search_on_racks_counts_their_used_devices() -> None:
     assert replicas == {1, 4}
 
 
+def test_a_search_takes_the_stated_memory_of_a_device() -> None:
+    config = load(
+        ["--config", "llama3_8b_128k", "--memory.recompute", "auto", "--memory.device_gib", "40"]
+    )
+    found = find(config, 8, H100, pinned=["memory.recompute", "memory.device_gib"])
+    assert found.best
+    assert all(plan.device.memory == 40 * GIB and plan.fits for plan in found.best)
+
+
 def test_groups_that_straddle_a_link_domain_count_as_crossing() -> None:
     aligned, crossing = (
         with_overrides(configured(), {"parallelism.cp": cp, "parallelism.dp_shard": 24 // cp})

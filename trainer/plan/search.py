@@ -28,6 +28,7 @@ from trainer.config.sections import MAX_SEQ_LEN
 from trainer.errors import ConfigError
 from trainer.hardware.attention_choice import attention_problems, with_attention_choice
 from trainer.hardware.device_specs import DeviceSpec
+from trainer.hardware.host import GIB
 from trainer.plan.layouts import enumerate_layouts
 from trainer.plan.memory_options import LOSS_CHUNKS_MIB, MEMORY_OPTIONS
 from trainer.plan.plan import TrainingPlan
@@ -192,6 +193,9 @@ class _LayoutSearch:
         pinned: Sequence[str] = (),
         memory_ratio: float = 1,
     ) -> None:
+        if config.memory.device_gib is not None:
+            device = replace(device, memory=config.memory.device_gib * GIB)
+            config = with_overrides(config, {"memory.device_gib": None})
         self.world_size = world_size
         self.device = device
         # What is left to be chosen is not pinned.
