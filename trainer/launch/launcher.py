@@ -12,7 +12,6 @@ import sys
 from argparse import Namespace
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -39,7 +38,7 @@ from trainer.errors import (
     missing_package,
     shorten,
 )
-from trainer.hardware.device_specs import DEFAULT_DEVICE, DeviceSpec, load_device, select_device
+from trainer.hardware.device_specs import select_device
 from trainer.hardware.host import node_memory_bytes
 from trainer.launch.cluster import (
     LaunchWorld,
@@ -52,7 +51,7 @@ from trainer.launch.cluster import (
 from trainer.launch.host_memory import in_memory_checkpoint_problems
 from trainer.launch.initial_checks import validate_initial_weights
 from trainer.launch.initial_tokenizer import validate_initial_tokenizer
-from trainer.launch.predict import memory_summary, predict
+from trainer.launch.predict import memory_summary, planned_device, predict
 from trainer.launch.remote_weights import fetch_initial_weights
 from trainer.launch.restarts import run_with_restarts
 from trainer.launch.secret import launch_secret
@@ -312,7 +311,7 @@ def memory_problems(config: Config, world: LaunchWorld) -> list[str]:
     )
     if config.memory.recompute == "auto" and config.memory.device_gib is not None:
         with collecting(problems):
-            _choose_memory(config, world, select_device(config))
+            _choose_memory(config, world)
     return problems
 
 
@@ -446,11 +445,10 @@ def describe_stage(config: Config, world: LaunchWorld) -> list[str]:
 
 def _memory_summary(config: Config, world: LaunchWorld) -> list[str]:
     """Predicted memory, where a device is known."""
-    device = select_device(config)
-    if device is None and config.memory.device_gib is None:
+    if select_device(config) is None and config.memory.device_gib is None:
         return ["memory is predicted where devices are known: set plan.device to see it here"]
     try:
-        choice = _choose_memory(config, world, device)
+        choice = _choose_memory(config, world)
     except ConfigError as error:
         return error.problems
     described = choice.description
@@ -458,10 +456,9 @@ def _memory_summary(config: Config, world: LaunchWorld) -> list[str]:
     return [*lines, memory_summary(choice.plan)]
 
 
-def _choose_memory(config: Config, world: LaunchWorld, device: DeviceSpec | None) -> Choice:
+def _choose_memory(config: Config, world: LaunchWorld) -> Choice:
     """Resolves what is "auto". Raises ConfigError."""
-    device = device or load_device(DEFAULT_DEVICE)
-    planned = replace(
-        device, host_memory=node_memory_bytes(), devices_per_node=world.nproc_per_node
+    device = planned_device(
+        config, ranks_per_node=world.nproc_per_node, host_bytes=node_memory_bytes()
     )
-    return choose_memory_options(config, world.world_size, planned)
+    return choose_memory_options(config, world.world_size, device)

@@ -54,12 +54,16 @@ def predict(config: Config, world_size: int, *, num_nodes: int) -> Prediction:
 
 
 def planned_device(
-    config: Config, *, ranks_per_node: int, device_bytes: float, host_bytes: float
+    config: Config, *, ranks_per_node: int, host_bytes: float, device_bytes: float | None = None
 ) -> DeviceSpec:
-    """The device of a run, of which memory is known: the rates of its table, or of the default."""
+    """The device of a run on nodes of this kind, by its table, or by the default.
+
+    `device_bytes`: its memory, if that was measured.
+    """
+    device = select_device(config) or load_device(DEFAULT_DEVICE)
     return replace(
-        select_device(config) or load_device(DEFAULT_DEVICE),
-        memory=device_bytes,
+        device,
+        memory=device_bytes or device.memory,
         host_memory=host_bytes,
         devices_per_node=ranks_per_node,
     )

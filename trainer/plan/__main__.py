@@ -49,6 +49,7 @@ from trainer.plan.search import (
 from trainer.plan.search import search as search_layouts
 from trainer.plan.suggestions import suggestions
 from trainer.plan.tracing import tracing_processes
+from trainer.trace.answers import show_progress
 
 DESCRIPTION = "Predicts memory, step time and cost of a run. Exits with 3 if it does not fit."
 SEARCH = """\
@@ -291,26 +292,21 @@ def emit_report(
     """Prints a report, and its suggestions as soon as they are traced."""
     from trainer.plan.console import show, show_suggestions
 
-    clear_progress()
+    show_progress("")
     if html is None:
         show(report)
         suggested = [*suggest()]
-        clear_progress()
+        show_progress("")
         show_suggestions(suggested)
         return
     # The page comes first: a reader of standard output may close it early.
     from trainer.plan.html import render_html
 
     report = replace(report, suggestions=[*suggest()])
-    clear_progress()
+    show_progress("")
     html.write_text(render_html(report), encoding="utf-8")
     sys.stderr.write(f"wrote {html}\n")
     show(report)
-
-
-def clear_progress() -> None:
-    if sys.stderr.isatty():
-        sys.stderr.write("\r\033[K")
 
 
 if __name__ == "__main__":

@@ -92,14 +92,21 @@ def first_guess(config: Config, world_size: int, device: DeviceSpec) -> Training
     )
 
 
+def with_stated_memory(config: Config, device: DeviceSpec) -> tuple[Config, DeviceSpec]:
+    """The configuration and the device after `memory.device_gib` has become the device's memory."""
+    stated = config.memory.device_gib
+    if stated is None:
+        return config, device
+    unstated = with_overrides(config, {"memory.device_gib": None})
+    return unstated, replace(device, memory=stated * GIB)
+
+
 class _OptionSearch:
     """Memory options of one layout, and their traces."""
 
     def __init__(self, config: Config, world_size: int, device: DeviceSpec) -> None:
         memory = config.memory
-        if memory.device_gib is not None:
-            device = replace(device, memory=memory.device_gib * GIB)
-            config = with_overrides(config, {"memory.device_gib": None})
+        config, device = with_stated_memory(config, device)
         self.config = with_attention_choice(config, device)
         self.world_size = world_size
         self.device = device
@@ -162,7 +169,7 @@ class _OptionSearch:
             return chosen
         chunks = ({"memory.loss_chunk_mib": size} for size in LOSS_CHUNKS_MIB)
         forms = filter(None, (self.form(dict(chosen.key) | chunk) for chunk in chunks))
-        return self._fastest(filter(self.traces.fits, forms), key=_chunk_mib) or chosen
+        return self._fastest(filter(self.traces.fits, forms), key=_chunk_bytes) or chosen
 
     def _fastest(self, forms: Iterable[Form], *, key: Any) -> Form | None:
         """The first by its key of those that are as fast as the fastest."""
@@ -309,7 +316,7 @@ def _complexity(form: Form) -> tuple[int, int]:
     return sum(map(bool, places)), sum(places)
 
 
-def _chunk_mib(form: Form) -> int:
+def _chunk_bytes(form: Form) -> int:
     return form.config.memory.loss_chunk_bytes
 
 

@@ -10,7 +10,6 @@ without any is a lower bound for its mesh.
 
 from __future__ import annotations
 
-import sys
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -28,12 +27,12 @@ from trainer.config.sections import MAX_SEQ_LEN
 from trainer.errors import ConfigError
 from trainer.hardware.attention_choice import attention_problems, with_attention_choice
 from trainer.hardware.device_specs import DeviceSpec
-from trainer.hardware.host import GIB
 from trainer.plan.layouts import enumerate_layouts
-from trainer.plan.memory_options import LOSS_CHUNKS_MIB, MEMORY_OPTIONS
+from trainer.plan.memory_options import LOSS_CHUNKS_MIB, MEMORY_OPTIONS, with_stated_memory
 from trainer.plan.plan import TrainingPlan
 from trainer.plan.traced_forms import MAX_ROUNDS, TIE_FACTOR, Form, Traces, form_of
 from trainer.plan.tracing import Trace, traced_plans
+from trainer.trace.answers import show_progress
 
 MAX_RESULTS = 5
 NUM_NOT_FITTING = 3
@@ -193,9 +192,7 @@ class _LayoutSearch:
         pinned: Sequence[str] = (),
         memory_ratio: float = 1,
     ) -> None:
-        if config.memory.device_gib is not None:
-            device = replace(device, memory=config.memory.device_gib * GIB)
-            config = with_overrides(config, {"memory.device_gib": None})
+        config, device = with_stated_memory(config, device)
         self.world_size = world_size
         self.device = device
         # What is left to be chosen is not pinned.
@@ -367,8 +364,8 @@ class _LayoutSearch:
         if key not in self._forms:
             self._forms[key] = self._estimated(key)
             # Large searches take minutes, so a terminal shows progress.
-            if len(self._forms) % 100 == 0 and sys.stderr.isatty():
-                sys.stderr.write(f"\r\033[K{len(self._forms):,} layouts")
+            if len(self._forms) % 100 == 0:
+                show_progress(f"{len(self._forms):,} layouts")
         return self._forms[key]
 
     def _estimated(self, key: frozenset[tuple[str, Any]]) -> Form | None:

@@ -101,5 +101,5 @@ def end_with(parent: int) -> None:
 
 def _trace(config: Config, world_size: int) -> None:
     # Whoever asks for the answer meets the error.
-    with suppress(UntraceableError, RunError):
+    with suppress(RunError):
         traced_rank_steps(config, world_size)

@@ -48,7 +48,7 @@ def traced_rank_steps(config: Config, world_size: int, *, on_gpu: bool = True) -
             _decoded(each) for each in json.loads(read_regular(file, max_bytes=MAX_CONFIG_BYTES))
         ]
     # Tracing takes seconds in which nothing else is printed.
-    _show_progress("tracing a step ...")
+    show_progress("tracing a step ...")
     from trainer.trace.record import trace_pp_ranks  # Imports torch.
 
     kernel = config.training.attention if on_gpu else None
@@ -57,7 +57,7 @@ def traced_rank_steps(config: Config, world_size: int, *, on_gpu: bool = True) -
     steps = [
         rank_step(config, each.short, each.trace, each.whole, on_gpu=on_gpu) for each in traced
     ]
-    _show_progress("")
+    show_progress("")
     with suppress(OSError):  # Another time, it is traced again.
         _write(file, json.dumps([_encoded(step) for step in steps]))
     return steps
@@ -72,7 +72,7 @@ def _file(config: Config, world_size: int, *, on_gpu: bool) -> Path:
     return cache_folder() / f"{_key(config, world_size, on_gpu=on_gpu)}.json"
 
 
-def _show_progress(text: str) -> None:
+def show_progress(text: str) -> None:
     """Replaces the current line of a terminal."""
     if sys.stderr.isatty():
         sys.stderr.write(f"\r\033[K{text}")
