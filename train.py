@@ -5,6 +5,7 @@ Usually launched by ./run_train.sh.
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
 
@@ -17,6 +18,8 @@ if __name__ == "__main__":
     # arrive.
     die_with_launcher()
     SIGNAL_HANDLER.install()
+    # A sixth of the imports' time goes to the collector of cycles, which finds none in them.
+    gc.disable()
 
 import faulthandler
 import logging
@@ -294,6 +297,8 @@ def write_marker(folder: RunDir, kind: str, reason: str, *, clears_others: bool 
 
 
 if __name__ == "__main__":
+    gc.freeze()
+    gc.enable()
     status = EXIT_FAILURE
     try:
         status = main(sys.argv[1:], SIGNAL_HANDLER)

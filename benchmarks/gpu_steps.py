@@ -31,7 +31,8 @@ from trainer.data.copy_task import CopyDataset
 from trainer.data.sequences import FULL_SEQUENCE, BlendedDataset, SequenceShard
 from trainer.hardware.host import GIB, node_memory_bytes
 from trainer.step.build import compiles, require_right_gradients
-from trainer.step.process_group import ask_planner, process_group
+from trainer.step.planner import ask_planner
+from trainer.step.process_group import process_group
 from trainer.step.trainer import StepMetrics, Trainer
 
 LLAMA_1B = "--model.family llama3.2 --model.size 1b"

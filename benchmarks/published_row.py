@@ -55,6 +55,11 @@ class Row:
         return plan_stage(self.config, self.world_size, self.device)
 
     @property
+    def seconds(self) -> float:
+        """Predicted for a step."""
+        return self.plan.step_time.seconds
+
+    @property
     def world_size(self) -> int:
         return prod(self.config.parallelism.degrees(1).values())
 

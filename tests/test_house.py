@@ -418,9 +418,9 @@ def test_numbers_leave_the_device_in_few_places() -> None:
 
 
 MAX_FILE_LINES = 600
-CLOSURE_FILES = 155
+CLOSURE_FILES = 156
 """Files that `import train` reaches by any import statement."""
-MAX_NODES = 360_500
+MAX_NODES = 361_100
 """Nodes of the syntax trees of models, parallelisms, trainer and train.py, which no formatting
 changes; docs/architecture.md says why there are more than planned.
 """
@@ -656,6 +656,7 @@ def test_the_environment_is_read_where_processes_begin() -> None:
         "trainer.new.__main__",
         "trainer.preflight",
         "trainer.resilience.signals",
+        "trainer.step.planner",
         "trainer.step.process_group",
         "trainer.step.store",
         "trainer.slurm.torchrun_agent",

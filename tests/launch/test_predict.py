@@ -14,8 +14,9 @@ from trainer.config.parse import load
 from trainer.hardware.host import GIB
 from trainer.launch.predict import predict
 from trainer.metrics.prediction import Prediction
-from trainer.step.process_group import ask_planner
+from trainer.step.planner import ask_planner, trace_early
 from trainer.storage.artifact import read_artifact
+from trainer.trace.answers import cache_folder
 
 LIMITS = {"ranks_per_node": 2, "device_bytes": 80.0 * GIB, "host_bytes": 512.0 * GIB}
 DEBUG = ("--config", "debug", "--plan.device", "h100-80gb")
@@ -36,6 +37,24 @@ def test_a_planner_that_fails_stops_only_a_run_that_needs_it(
     assert asked(load([*DEBUG, "--memory.recompute", "auto"]), tmp_path)["problems"] == [
         'memory options that are "auto": the planner failed'
     ]
+
+
+def test_what_a_launcher_traces_early_is_known_when_rank_0_asks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A rank has resolved what to compile and knows the memory of its device."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    config = load([*DEBUG, "--training.compile", "auto"])
+    early = {name: value for name, value in LIMITS.items() if name != "device_bytes"}
+    trace_early(config, 2, on_cpu=False, **early)
+    deadline = time.monotonic() + 120
+    while not (known := [*cache_folder().glob("*.json")]):
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+    compiled = config.training.model_copy(update={"compile": True})
+    assert asked(config.model_copy(update={"training": compiled}), tmp_path)["problems"] == []
+    # It goes on with advice, whose first trace takes a second.
+    assert [*cache_folder().glob("*.json")] == known
 
 
 def test_what_is_known_without_a_trace_has_no_numbers() -> None:

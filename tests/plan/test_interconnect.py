@@ -149,4 +149,6 @@ def test_ring_latency_counts_one_network_step_per_further_node() -> None:
 def test_message_time_is_volume_plus_latency() -> None:
     rates = DeviceRates(mesh(tp=2), H100, {"tp": GroupTopology(2, 2, 1)})
     message = Departure(("tp", "all_gather", "forward"), 36e9, number=1, calls=100)
-    assert rates.message(message) == pytest.approx(0.1 + 100 * (CALL_OVERHEAD + H100.link_latency))
+    assert rates.transfer(message).seconds == pytest.approx(
+        0.1 + 100 * (CALL_OVERHEAD + H100.link_latency)
+    )

@@ -11,7 +11,7 @@ import pytest
 from tests.trace.small_steps import configured
 from trainer.hardware.device_specs import load_device
 from trainer.plan.interconnect import CALL_OVERHEAD, GroupTopology
-from trainer.plan.rank_clock import RankClock
+from trainer.plan.rank_clock import RankClock, rank_clocks
 from trainer.plan.step_time import CONTENTION_FRACTION
 from trainer.trace.pieces import (
     OPTIMIZER,
@@ -21,6 +21,7 @@ from trainer.trace.pieces import (
     Piece,
     Place,
     ProductKey,
+    Timeline,
     Work,
 )
 from trainer.trace.rank_step import RankStep
@@ -49,16 +50,33 @@ def message(channel: str, kind: str, seconds: float, number: int) -> Departure:
     return Departure((channel, kind, "forward"), (seconds - latency) * 1e9, number)
 
 
-def clock(*timelines: list[Work | Departure | Arrival], **device: float) -> RankClock:
+def recorded(*timelines: Timeline) -> RankStep:
     pieces = [
         Piece(Place("forward", 0, 0, block), [], timeline)
         for block, timeline in enumerate(timelines)
     ]
     pieces.append(Piece(OPTIMIZER, [], [passes(0)]))
-    step = RankStep(
-        2, MemoryEstimate("", 0, 1, ()), tuple(pieces), tuple(range(len(pieces))), {}, 1.0
-    )
-    return RankClock(configured("parallelism.cp=2"), step, replace(DEVICE, **device), GROUPS)  # type: ignore[arg-type]
+    memory = MemoryEstimate("", 0, 1, ())
+    return RankStep(2, memory, tuple(pieces), tuple(range(len(pieces))), {}, 1.0)
+
+
+def clock(*timelines: Timeline, **device: float) -> RankClock:
+    config = configured("parallelism.cp=2")
+    return RankClock(config, recorded(*timelines), replace(DEVICE, **device), GROUPS)  # type: ignore[arg-type]
+
+
+def test_pipeline_ranks_share_a_clock_if_they_run_the_same_timelines() -> None:
+    short: Timeline = [passes(1)]
+    long: Timeline = [passes(2)]
+    warm_up, other = recorded(short, long, short), recorded(long, long, short)
+    optimizer = warm_up.pieces[-1]
+    steps = [
+        replace(step, pieces=(*step.pieces[:-1], optimizer))
+        for step in (warm_up, recorded(long, short, short), other)
+    ]
+    clocks = rank_clocks(configured("parallelism.cp=2"), steps, DEVICE, GROUPS)
+    assert clocks[0] is clocks[1]
+    assert [each.step_time.busy for each in clocks] == pytest.approx([4, 4, 5])
 
 
 def test_a_message_that_is_waited_for_at_once_is_exposed() -> None:

@@ -21,12 +21,13 @@ from trainer.selfcheck.random_configs import (
     Pair,
     all_pairs,
     format_case,
+    needs_of,
     normalize,
     pairs,
     parse_case,
     problems,
     random_case,
-    smallest_case,
+    without_simplest,
     world_size,
 )
 
@@ -38,6 +39,12 @@ CHANGES = 1500
 
 def read_cases() -> list[dict[str, str]]:
     return [parse_case(line) for line in PATH.read_text().splitlines()]
+
+
+def smallest_case(pair: Pair) -> dict[str, str]:
+    """A pair of levels, and the first level of each factor that they need."""
+    needed = needs_of(dict(pair)) or {}
+    return without_simplest({factor: levels[0] for factor, levels in needed.items()})
 
 
 def small_pairs() -> set[Pair]:

@@ -18,7 +18,7 @@ from torch import distributed
 
 from tests.config.wiring.cases import schema_keys
 from tests.ranks import RankError, run_ranks
-from tests.selfcheck.covering import read_cases, small_pairs
+from tests.selfcheck.covering import read_cases, small_pairs, smallest_case
 from tests.system.runs import ROOT
 from trainer.errors import EXIT_FAILURE, RankFailedError
 from trainer.selfcheck.comparison import StepDifference
@@ -38,7 +38,6 @@ from trainer.selfcheck.random_configs import (
     parse_case,
     problems,
     random_case,
-    smallest_case,
     world_size,
 )
 from trainer.selfcheck.shrink import write_sample_documents

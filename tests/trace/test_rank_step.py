@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ import pytest
 from tests.trace.small_steps import FOUR, configured
 from trainer.config.job_config import Config
 from trainer.config.sections import OPTIMIZER_CHUNK_ELEMENTS
+from trainer.storage.durable_io import file_lock
 from trainer.trace import answers
 from trainer.trace.answers import traced_rank_steps
 from trainer.trace.rank_step import rank_step
@@ -86,16 +88,35 @@ def test_an_answer_comes_back_from_the_disk_as_it_was() -> None:
     assert json.loads(file.read_text())
 
 
+ASK = (
+    "import sys; from trainer.config.job_config import Config; from trainer.trace.answers import traced_rank_steps; "
+    "traced_rank_steps(Config.model_validate_json(sys.argv[1]), 2, on_gpu=False); assert 'torch' not in sys.modules"
+)
+"""Asks for a step without importing torch."""
+
+
 def test_a_known_answer_imports_no_torch() -> None:
     config = case()
     traced_rank_steps(config, 2, on_gpu=False)
-    program = (
-        "import sys; from trainer.config.job_config import Config; from trainer.trace.answers import traced_rank_steps; "
-        "traced_rank_steps(Config.model_validate_json(sys.argv[1]), 2, on_gpu=False); assert 'torch' not in sys.modules"
-    )
     subprocess.run(
-        [sys.executable, "-c", program, config.model_dump_json(exclude={"stage"})], check=True
+        [sys.executable, "-c", ASK, config.model_dump_json(exclude={"stage"})], check=True
     )
+
+
+def test_of_processes_that_ask_at_once_one_traces() -> None:
+    config = case()
+    traced_rank_steps(config, 2, on_gpu=False)
+    (file,) = answers.cache_folder().iterdir()
+    text = file.read_text()
+    file.unlink()
+    with file_lock(file.with_suffix(".lock")):
+        command = [sys.executable, "-c", ASK, config.model_dump_json(exclude={"stage"})]
+        other = subprocess.Popen(command)
+        # Long enough for it to ask: it would begin to trace.
+        with suppress(subprocess.TimeoutExpired):
+            other.wait(3)
+        file.write_text(text)
+    assert other.wait(60) == 0
 
 
 def test_a_configuration_that_steps_alike_is_the_same_question() -> None:

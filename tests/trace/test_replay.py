@@ -11,7 +11,7 @@ from torch import Tensor
 
 from tests.trace.small_steps import configured
 from trainer.config.parse import load
-from trainer.trace.compiled import FusedKernels, compiler_for
+from trainer.trace.compiled import SHARED_GRAPHS, FusedKernels, compiler_for
 from trainer.trace.operators import OpCounterMode, StorageTracker
 from trainer.trace.pieces import Allocation, Piece
 from trainer.trace.record import TracedStep, trace_step
@@ -48,6 +48,19 @@ def test_a_replay_counts_and_allocates_as_a_run(options: str) -> None:
     assert replayed.whole.work == ran.whole.work
     assert replayed.whole.peak.size == ran.whole.peak.size
     for ours, theirs in zip(replayed.trace.pieces, ran.trace.pieces, strict=True):
+        assert in_order(ours) == in_order(theirs)
+
+
+def test_a_trace_is_the_same_whatever_was_compiled_before() -> None:
+    SHARED_GRAPHS.clear()
+    first = traced("memory.recompute=keep_attention")
+    known = set(SHARED_GRAPHS)
+    again = traced("memory.recompute=keep_attention")
+    assert known
+    assert set(SHARED_GRAPHS) == known
+    assert first.whole.work == again.whole.work
+    for ours, theirs in zip(first.trace.pieces, again.trace.pieces, strict=True):
+        assert ours.timeline == theirs.timeline
         assert in_order(ours) == in_order(theirs)
 
 

@@ -52,8 +52,8 @@ WidthKey = Annotated[str, Field(pattern=r"^width_[1-9]\d*$")]
 
 MATMUL_SHARE = 0.88
 """Share of the best measured matmul rate that is sustained: clocks of a power-limited GPU drop
-under load on random data. Chosen so that an 8B model reaches 650 TFLOP/s on H100, which explains
-the published step times of UPipe, ALST and TRL.
+under load on random data. It explains torchtitan's 8B on H100, and an 8B model reaches 650 TFLOP/s
+then.
 """
 MEMORY_SHARE = 0.8
 """Share of a data sheet's memory bandwidth that elementwise and norm kernels reach."""

@@ -38,7 +38,7 @@ from trainer.errors import (
     missing_package,
     shorten,
 )
-from trainer.hardware.device_specs import select_device
+from trainer.hardware.device_specs import detect_device, select_device
 from trainer.hardware.host import node_memory_bytes
 from trainer.launch.cluster import (
     LaunchWorld,
@@ -58,6 +58,7 @@ from trainer.launch.secret import launch_secret
 from trainer.metrics import loggers
 from trainer.plan.memory_options import Choice, choose_memory_options
 from trainer.resilience.signals import Interrupted, SignalHandler
+from trainer.step.planner import trace_early
 from trainer.storage import exit_markers
 from trainer.storage.object_store import missing_library
 from trainer.storage.restore import require_readable_copies, restore_newest
@@ -186,13 +187,22 @@ def prepare_run(config: Recipe, world: LaunchWorld) -> RunSpec | int:
         if early_exit is not None and is_first(world):
             finish_uploads(config)
         if early_exit is None:
+            stage = next_stage(config)
+            if stage is not None and is_first(world) and detect_device() is not None:
+                trace_early(
+                    stage.config,
+                    world.world_size,
+                    ranks_per_node=world.nproc_per_node,
+                    host_bytes=node_memory_bytes(),
+                    on_cpu=False,
+                )
             # Imports torch, which checks do not need.
             from trainer.data.prepare import prepare_once
 
             datasets = prepare_once(config, None if world.rank is None else launch_id(os.environ))
             prediction = None
             # Rank 0 predicts and writes for all. A finished run needs no prediction.
-            if not world.rank and (stage := next_stage(config)) is not None:
+            if not world.rank and stage is not None:
                 found = predict(stage.config, world.world_size, num_nodes=world.num_nodes)
                 prediction = found.model_dump(mode="json")
             return RunSpec(config=config, datasets=datasets, prediction=prediction)

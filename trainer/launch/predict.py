@@ -3,7 +3,9 @@
 The launcher writes what it knows at once. `python -m trainer.launch.predict` plans the run: rank 0
 starts it once devices are known, sends a request as JSON on standard input and reads the answer, the
 memory options that were "auto", as a line of standard output. After that, changes that would help if
-memory runs out are traced beside the run. Imports no torch but for traces that are not known.
+memory runs out are traced beside the run. The launcher starts one before there are ranks, to which
+nobody listens: what rank 0 asks is known then, or being traced. Imports no torch but for traces that
+are not known.
 """
 
 from __future__ import annotations
@@ -12,6 +14,7 @@ import json
 import os
 import signal
 import sys
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from threading import Thread
@@ -20,7 +23,7 @@ from typing import Any
 from trainer.config import extension
 from trainer.config.job_config import Config
 from trainer.config.summary import parallelism_summary, topology, warnings
-from trainer.errors import ConfigError
+from trainer.errors import ConfigError, RunError
 from trainer.hardware.device_specs import DEFAULT_DEVICE, DeviceSpec, load_device, select_device
 from trainer.hardware.host import GIB
 from trainer.metrics.prediction import Prediction, write_prediction
@@ -119,7 +122,6 @@ def main() -> int:
     config = Config.model_validate_json(request["config"])
     world_size = request["world_size"]
     ranks_per_node = request["ranks_per_node"]
-    path = Path(request["prediction_path"])
     extension.install(config.job.extension)
     prediction = predict(config, world_size, num_nodes=world_size // ranks_per_node)
     host_bytes = request["host_bytes"]
@@ -129,9 +131,15 @@ def main() -> int:
     device = planned_device(
         config,
         ranks_per_node=ranks_per_node,
-        device_bytes=request["device_bytes"],
+        device_bytes=request.get("device_bytes"),
         host_bytes=host_bytes,
     )
+    if "prediction_path" not in request:
+        # Nobody listens; the traces stay known.
+        with suppress(RunError):
+            _ = choose_memory_options(config, world_size, device).plan.rank_steps
+        return 0
+    path = Path(request["prediction_path"])
     try:
         choice = choose_memory_options(config, world_size, device)
         planned = with_plan(prediction, config, choice.plan)

@@ -15,7 +15,7 @@ from trainer.config.job_config import Config
 from trainer.hardware.device_specs import DeviceSpec
 from trainer.plan.document import format_gib
 from trainer.plan.interconnect import first_groups_of, group_topologies, used_domain_size
-from trainer.plan.rank_clock import RankClock
+from trainer.plan.rank_clock import rank_clocks
 from trainer.plan.reserves import (
     HOST_BYTES_PER_PROCESS,
     PINNED_OVERHEAD,
@@ -167,7 +167,7 @@ class TrainingPlan:
     @cached_property
     def step_time(self) -> StepTime:
         groups = group_topologies(self.config, self.world_size, self.device)
-        ranks = [RankClock(self.config, step, self.device, groups) for step in self.rank_steps]
+        ranks = rank_clocks(self.config, self.rank_steps, self.device, groups)
         return step_time_of(self.config, self.world_size, ranks)
 
     @property

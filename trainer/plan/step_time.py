@@ -21,7 +21,7 @@ from trainer.trace.pieces import HOST
 
 DTYPE_RATE_FACTOR = {"bfloat16": 1.0, "float32": 1 / 16, "float64": 1 / 16}
 """Relative to bfloat16: A100 and H100 have 1/16 to 1/15 of its rate in float32 and float64."""
-ASYNC_TP_OVERLAP = 0.3
+ASYNC_TP_OVERLAP = 0.33
 """Share of tp communication that `async_tp` hides: explains torchtitan's 876 instead of 829
 tokens/s for 70B on 256 H100.
 """

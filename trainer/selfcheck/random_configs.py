@@ -400,13 +400,6 @@ def all_pairs() -> frozenset[Pair]:
     )
 
 
-def smallest_case(pair: Pair) -> dict[str, str]:
-    """A pair of levels, and the first level of each factor that they need."""
-    return without_simplest(
-        {factor: levels[0] for factor, levels in (needs_of(dict(pair)) or {}).items()}
-    )
-
-
 # ---- the smallest failing case
 
 

@@ -6,16 +6,12 @@ import json
 import logging
 import os
 import re
-import subprocess
-import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from secrets import token_hex
-from tempfile import TemporaryFile
-from threading import Thread
 from typing import Any
 
 import torch
@@ -31,7 +27,8 @@ from trainer.config.run_spec import SECRET_ENV
 from trainer.config.sections import DistributedSection
 from trainer.errors import ConfigError, RunFailedError
 from trainer.hardware.device import bind_to_numa_node, choose_device
-from trainer.hardware.host import child_environment, loopback_environment, node_memory_bytes
+from trainer.hardware.host import loopback_environment, node_memory_bytes
+from trainer.step.planner import ask_planner, with_smallest_chunk
 from trainer.step.store import find_store
 from trainer.storage.exit_markers import ATTEMPT_VARIABLE
 from trainer.storage.run_dir import flatten_config, is_source_path
@@ -121,7 +118,7 @@ def resolve_auto_memory(config: Config, world: World, prediction_path: Path) -> 
     """
     on_cpu = world.device.type == "cpu"
     if on_cpu and config.memory.loss_chunk_mib == "auto":
-        config = _with_smallest_chunk(config)
+        config = with_smallest_chunk(config)
     if on_cpu and config.memory.recompute != "auto" and config.plan.device is None:
         return config
     ranks_per_node = max(1, world.size // world.num_nodes)
@@ -155,52 +152,6 @@ def resolve_auto_memory(config: Config, world: World, prediction_path: Path) -> 
     if world.rank == 0 and answer["choice"]:
         log.info('memory options that are "auto": %s', answer["choice"])
     return config.model_copy(update={"memory": config.memory.model_copy(update=answer["memory"])})
-
-
-def _with_smallest_chunk(config: Config) -> Config:
-    chunk = {"loss_chunk_mib": config.memory.loss_chunk_bytes >> 20}
-    return config.model_copy(update={"memory": config.memory.model_copy(update=chunk)})
-
-
-def ask_planner(
-    config: Config, world_size: int, *, prediction_path: Path, **limits: float
-) -> dict[str, Any]:
-    """The answer of `trainer.launch.predict`, whose process lives on beside the run, to trace
-    advice.
-
-    `limits`: ranks_per_node, device_bytes, host_bytes and on_cpu.
-    """
-    request = {
-        "config": config.model_dump_json(by_alias=True, exclude_unset=True),
-        "world_size": world_size,
-        "prediction_path": str(prediction_path),
-        **limits,
-    }
-    # A child process: training processes import no planner, and a trace needs no device.
-    environment = child_environment(os.environ) | {"CUDA_VISIBLE_DEVICES": ""}
-    reading, writing = os.pipe()
-    with TemporaryFile("w+") as question, os.fdopen(reading) as answers:
-        json.dump(request, question)
-        question.seek(0)
-        child = subprocess.Popen(
-            [sys.executable, "-P", "-m", "trainer.launch.predict"],
-            env=environment,
-            stdin=question,
-            stdout=writing,
-        )
-        os.close(writing)
-        line = answers.readline()
-    # It is collected whenever it ends.
-    Thread(target=child.wait, name="planner", daemon=True).start()
-    if line:
-        answer: dict[str, Any] = json.loads(line)
-        return answer
-    failure = "the planner failed"
-    if config.memory.recompute == "auto":
-        return {"problems": [f'memory options that are "auto": {failure}']}
-    log.warning("nothing is predicted: %s", failure)
-    memory = _with_smallest_chunk(config).memory.model_dump()
-    return {"memory": memory, "choice": "", "problems": []}
 
 
 @contextmanager

@@ -10,8 +10,8 @@ import json
 import os
 import sys
 from collections import Counter
-from collections.abc import Mapping
-from contextlib import suppress
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from functools import cache
 from importlib.metadata import version
 from pathlib import Path
@@ -21,8 +21,18 @@ from models.files import MAX_CONFIG_BYTES, read_regular
 from models.kernel_choice import FLASH_VERSIONS
 from trainer.config import extension
 from trainer.config.job_config import Config
-from trainer.storage.durable_io import write_atomic
-from trainer.trace.pieces import Arrival, AttentionKey, Departure, Piece, Place, ProductKey, Work
+from trainer.storage.durable_io import file_lock, write_atomic
+from trainer.trace.collector import uncollected
+from trainer.trace.pieces import (
+    Arrival,
+    AttentionKey,
+    Departure,
+    Piece,
+    Place,
+    ProductKey,
+    Timeline,
+    Work,
+)
 from trainer.trace.rank_step import RankStep, rank_step
 from trainer.trace.tensors import MemoryEstimate, MemoryTensor
 
@@ -42,25 +52,51 @@ def traced_rank_steps(config: Config, world_size: int, *, on_gpu: bool = True) -
     of a CPU. Raises UntraceableError.
     """
     file = _file(config, world_size, on_gpu=on_gpu)
-    # Unknown, or written by something else.
+    if (known := _known(file)) is not None:
+        return known
+    with _alone(file):
+        if (known := _known(file)) is not None:
+            return known
+        text = _encoded(_traced(config, world_size, on_gpu=on_gpu))
+        with suppress(OSError):  # Another time, it is traced again.
+            _write(file, text)
+    # As another process will read them.
+    return _decoded(text)
+
+
+def _known(file: Path) -> list[RankStep] | None:
+    """None if the file is missing, or was written by something else."""
     with suppress(OSError, ValueError, KeyError, TypeError):
-        return [
-            _decoded(each) for each in json.loads(read_regular(file, max_bytes=MAX_CONFIG_BYTES))
-        ]
+        return _decoded(read_regular(file, max_bytes=MAX_CONFIG_BYTES))
+    return None
+
+
+@contextmanager
+def _alone(file: Path) -> Iterator[None]:
+    """Waits while another process traces the same step, which writes it to the file."""
+    lock = file.with_suffix(".lock")
+    with ExitStack() as held:
+        # Without a folder to write to, each process traces by itself.
+        with suppress(OSError):
+            lock.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+            held.enter_context(file_lock(lock))
+            held.callback(lock.unlink, missing_ok=True)
+        yield
+
+
+def _traced(config: Config, world_size: int, *, on_gpu: bool) -> list[RankStep]:
     # Tracing takes seconds in which nothing else is printed.
     show_progress("tracing a step ...")
-    from trainer.trace.record import trace_pp_ranks  # Imports torch.
-
     kernel = config.training.attention if on_gpu else None
     compiled = config.compiles_on_gpu if on_gpu else config.training.compile is True
-    traced = trace_pp_ranks(config, world_size, kernel=kernel, compiled=compiled)
-    steps = [
+    with uncollected():
+        from trainer.trace.record import trace_pp_ranks  # Imports torch.
+
+        traced = trace_pp_ranks(config, world_size, kernel=kernel, compiled=compiled)
+    show_progress("")
+    return [
         rank_step(config, each.short, each.trace, each.whole, on_gpu=on_gpu) for each in traced
     ]
-    show_progress("")
-    with suppress(OSError):  # Another time, it is traced again.
-        _write(file, json.dumps([_encoded(step) for step in steps]))
-    return steps
 
 
 def is_known(config: Config, world_size: int, *, on_gpu: bool = True) -> bool:
@@ -89,6 +125,9 @@ def _key(config: Config, world_size: int, *, on_gpu: bool) -> str:
     # No step depends on them, so runs that differ in them share a trace.
     for name in ("steps", "seed"):
         del sections["training"][name]
+    # A run has resolved whether it compiles, a plan has not.
+    if on_gpu:
+        sections["training"]["compile"] = config.compiles_on_gpu
     # A trace runs all versions of FlashAttention as one.
     if sections["training"]["attention"] in FLASH_VERSIONS:
         sections["training"]["attention"] = "flash"
@@ -109,7 +148,6 @@ def _hash_of_sources() -> str:
 
 
 def _write(file: Path, text: str) -> None:
-    file.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
     write_atomic(file, text.encode())
     known = sorted(file.parent.glob("*.json"), key=lambda each: each.stat().st_mtime)
     # Another process may prune the same folder, so a file may be gone already.
@@ -120,7 +158,18 @@ def _write(file: Path, text: str) -> None:
 # ---- as JSON
 
 
-def _encoded(step: RankStep) -> dict[str, Any]:
+def _encoded(steps: Sequence[RankStep]) -> str:
+    """Ranks of a pipeline have most timelines in common, and each is stored once."""
+    numbers = dict[str, int]()
+    encoded = [_encoded_step(step, numbers) for step in steps]
+    return json.dumps({"timelines": [*numbers], "steps": encoded})
+
+
+def _encoded_step(step: RankStep, numbers: dict[str, int]) -> dict[str, Any]:
+    """`numbers`: the timelines so far; new ones are added."""
+    timelines = (
+        json.dumps([_encoded_moment(each) for each in piece.timeline]) for piece in step.pieces
+    )
     return {
         "world_size": step.world_size,
         "memory": [
@@ -130,8 +179,8 @@ def _encoded(step: RankStep) -> dict[str, Any]:
             [list(each) for each in step.memory.tensors],
         ],
         "pieces": [
-            [list(piece.place), [_encoded_moment(each) for each in piece.timeline]]
-            for piece in step.pieces
+            [list(piece.place), numbers.setdefault(timeline, len(numbers))]
+            for piece, timeline in zip(step.pieces, timelines, strict=True)
         ],
         "order": list(step.order),
         "windows": [[*place, window] for place, window in step.windows.items()],
@@ -161,14 +210,20 @@ def _encoded_moment(moment: Work | Departure | Arrival) -> Any:
     }
 
 
-def _decoded(stored: Mapping[str, Any]) -> RankStep:
+def _decoded(text: str | bytes) -> list[RankStep]:
+    """Pieces that have a timeline in common share it."""
+    stored = json.loads(text)
+    timelines = [[*map(_decoded_moment, json.loads(each))] for each in stored["timelines"]]
+    return [_decoded_step(each, timelines) for each in stored["steps"]]
+
+
+def _decoded_step(stored: Mapping[str, Any], timelines: Sequence[Timeline]) -> RankStep:
     phase, pp_rank, pp, tensors = stored["memory"]
     estimate = MemoryEstimate(
         phase, pp_rank, pp, tuple(_decoded_tensor(*each) for each in tensors)
     )
     pieces = tuple(
-        Piece(Place(*place), [], [_decoded_moment(each) for each in timeline])
-        for place, timeline in stored["pieces"]
+        Piece(Place(*place), [], timelines[number]) for place, number in stored["pieces"]
     )
     windows = {(stage, block): window for stage, block, window in stored["windows"]}
     return RankStep(

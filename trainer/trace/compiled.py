@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import is_dataclass
+from functools import cache, partial
 from typing import Any, cast
 from unittest.mock import patch
 
@@ -87,6 +88,8 @@ class FusedKernels(fx.Interpreter):
             return super().run_node(node)
         with self._counter.without_allocations():
             result = super().run_node(node)
+        if not self._counter.allocates:  # It is compiled, not run.
+            return result
         # A fused kernel reads each input once, however many of its nodes use it.
         read = {each for each in node.all_input_nodes if self._is_in_memory(each)} - self._read
         moved = [*(self.env[each] for each in read), *([result] if node in self._written else [])]
@@ -109,12 +112,12 @@ class FusedKernels(fx.Interpreter):
 
     def _noted(self, arguments: Sequence[Any]) -> Replay:
         def run_nodes(begin: Callable[[fx.Node], None]) -> dict[fx.Node, Any]:
+            self._read.clear()
             self.env = dict(zip(self.graph.find_nodes(op="placeholder"), arguments, strict=True))
             for node in self.graph.nodes:
                 if node.op not in ("placeholder", "output"):
                     begin(node)
                     self.env[node] = self.run_node(node)
-            self._read.clear()
             return self.env
 
         try:
@@ -139,13 +142,35 @@ def is_apart(node: fx.Node) -> bool:
     return target.overloadpacket in APART or target.namespace not in ("aten", "prims")
 
 
-def compiler_for(counter: OpCounterMode) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+Graphs = dict[Any, Callable[..., Any]]
+"""Compiled pieces, by everything that their code depends on."""
+SHARED_GRAPHS = Graphs()
+"""Pieces of blocks depend on nothing but their arguments, so all traces of a process share them."""
+MAX_SHARED_GRAPHS = 500
+"""They keep the modules that they were compiled with."""
+_running = list[Callable[[fx.GraphModule], FusedKernels]]()
+"""The kernels of a graph in the trace that runs; the process group admits one trace at a time."""
+
+
+def run_graph(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
+    """Runs the graph by the kernels of the current trace. AOTAutograd names the arguments."""
+    del example_inputs
+
+    def run(arguments: list[Any]) -> Any:
+        # The list is emptied, so that arguments live no longer than they must.
+        return _running[-1](gm).replayed(arguments)
+
+    # Tells AOTAutograd that arguments come in a list, which the graph may empty.
+    run._boxed_call = True  # type: ignore[attr-defined]
+    return run
+
+
+def compiler_for(
+    counter: OpCounterMode, graphs: Graphs | None = None
+) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """A stand-in for `torch.compile` that runs graphs by `FusedKernels`."""
-
-    def run_graph(module: fx.GraphModule, _: Sequence[Any]) -> Callable[..., Any]:
-        return boxed(FusedKernels(module, counter))
-
-    graphs: dict[Any, Callable[..., Any]] = {}
+    known = Graphs() if graphs is None else graphs
+    _running[:] = [cache(partial(FusedKernels, counter=counter))]
 
     def compile_piece(piece: Callable[..., Any]) -> Callable[..., Any]:
         def run(*args: Any) -> Any:
@@ -153,10 +178,10 @@ def compiler_for(counter: OpCounterMode) -> Callable[[Callable[..., Any]], Calla
             tensors = [leaf for leaf in leaves if isinstance(leaf, FakeTensor)]
             # Grad mode decides whether the graph saves anything: one graph for either.
             key = (piece, spec, torch.is_grad_enabled(), *map(_signature, leaves))
-            if key not in graphs:
+            if key not in known:
                 with counter.without_allocations():
-                    graphs[key] = _compiled(piece, leaves, spec, run_graph)
-            return graphs[key](*tensors)
+                    known[key] = _compiled(piece, leaves, spec)
+            return known[key](*tensors)
 
         return run
 
@@ -166,9 +191,12 @@ def compiler_for(counter: OpCounterMode) -> Callable[[Callable[..., Any]], Calla
 @contextmanager
 def compiled_with(counter: OpCounterMode) -> Iterator[None]:
     """Compiles pieces and whole blocks of the trainer for a trace, in place of `torch.compile`."""
-    compile_piece = compiler_for(counter)
-    run_block = compile_piece(block_with)
-    run_sublayer = compile_piece(sublayer_with)
+    compile_whole = compiler_for(counter)
+    run_block = compile_whole(block_with)
+    run_sublayer = compile_whole(sublayer_with)
+    if len(SHARED_GRAPHS) > MAX_SHARED_GRAPHS:
+        SHARED_GRAPHS.clear()
+    compile_piece = compiler_for(counter, SHARED_GRAPHS)
 
     def forward(block: TransformerBlock, *inputs: Tensor) -> Tensor:
         return cast(Tensor, run_block(block, _local_parameters(block), *inputs))
@@ -215,17 +243,6 @@ def sublayer_with(
         return block.sublayers[place](*inputs)
 
 
-def boxed(kernels: FusedKernels) -> Callable[[list[Any]], Any]:
-    """Runs the graph; the list of arguments is emptied, so that they live no longer than they must."""
-
-    def run(arguments: list[Any]) -> Any:
-        return kernels.replayed(arguments)
-
-    # Tells AOTAutograd that arguments come in a list, which the graph may empty.
-    run._boxed_call = True  # type: ignore[attr-defined]
-    return run
-
-
 def _signature(leaf: Any) -> Any:
     """The guard of an argument: modules that are alike share compiled code."""
     if isinstance(leaf, FakeTensor):
@@ -249,9 +266,7 @@ def _is_frozen(value: Any) -> bool:
     return is_dataclass(value) and cast(Any, value).__dataclass_params__.frozen
 
 
-def _compiled(
-    piece: Callable[..., Any], leaves: Sequence[Any], spec: Any, run_graph: Any
-) -> Callable[..., Any]:
+def _compiled(piece: Callable[..., Any], leaves: Sequence[Any], spec: Any) -> Callable[..., Any]:
     """The piece as a function of its tensors; other leaves are constants."""
     constants = [TENSOR if isinstance(leaf, FakeTensor) else leaf for leaf in leaves]
 

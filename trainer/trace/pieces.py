@@ -180,12 +180,15 @@ class Arrival(NamedTuple):
     number: int
 
 
+Timeline = list[Work | Departure | Arrival]
+"""Work, between messages."""
+
+
 @dataclass
 class Piece:
     place: Place
     events: list[Event] = field(default_factory=list)
-    timeline: list[Work | Departure | Arrival] = field(default_factory=list)
-    """Work of the piece, between its messages."""
+    timeline: Timeline = field(default_factory=list)
 
     @property
     def work(self) -> Work:

@@ -6,7 +6,6 @@ seconds.
 
 from __future__ import annotations
 
-import gc
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -31,6 +30,7 @@ from trainer.data.sequences import BlendedDataset
 from trainer.hardware.host import GIB
 from trainer.step.process_group import World
 from trainer.step.trainer import Trainer
+from trainer.trace.collector import uncollected
 from trainer.trace.compiled import compiled_with
 from trainer.trace.compose import ComposedStep, compose
 from trainer.trace.errors import UntraceableError
@@ -200,7 +200,7 @@ def record(step: ShortStep, *, kernel: str | None = None, compiled: bool = False
     recorder = PieceRecorder()
     counter = OpCounterMode(recorder)
     with (
-        _uncollected(),
+        uncollected(),
         traced(
             step.config,
             step.world_size,
@@ -225,20 +225,9 @@ def record(step: ShortStep, *, kernel: str | None = None, compiled: bool = False
             trainer, counter, on_load=lambda number: start(Place("load", micro_batch=number))
         )
         run_step(trainer, counter, batches, lambda: start(OPTIMIZER))
-        pieces = tuple(recorder.pieces)
+        # Copied, because whatever dies after the step is no part of it.
+        pieces = tuple(replace(piece, events=[*piece.events]) for piece in recorder.pieces)
     return Trace(pieces, tuple(states), other_states)
-
-
-@contextmanager
-def _uncollected() -> Iterator[None]:
-    """Without Python's collector of cycles, which would free tensors at any moment."""
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()
 
 
 @contextmanager
