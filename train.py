@@ -212,7 +212,7 @@ def run_on_all_ranks(
         preemption = Preemption(
             config, signal_handler, is_leader=rank == 0, deadline=job_deadline(config, os.environ)
         )
-        require_sound_parts(stage.config, world.device)
+        require_sound_parts(stage.config, world.device, is_sharded=world.size > 1)
         # Compilation first: what memory "auto" chooses depends on it.
         compiled = resolve_auto_compile(stage.config, world)
         stage = replace(stage, config=resolve_auto_memory(compiled, world, folder.prediction_path))

@@ -5,7 +5,7 @@ Imports no torch, so that a configuration is validated quickly.
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import ChainMap, Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
@@ -13,7 +13,7 @@ from math import prod
 from typing import Any, Literal, NamedTuple
 
 from models.expert_config import ExpertConfig
-from models.layers import EMBEDDING, HEAD, LETTERS, Activation, LayerKind, Parameter, Sizes
+from models.layers import EMBEDDING, HEAD, Activation, LayerKind, Parameter, Sizes
 from models.rope_config import RopeConfig
 from models.score_pairs import FULL_ATTENTION, Windows, causal_pairs, mean_pairs
 
@@ -143,7 +143,13 @@ class ModelConfig(ExpertConfig):
             problems += [
                 f"model.{name} must be set in each kind of model.layers instead" for name in alike
             ]
-        return problems
+        return problems or [
+            f'the width "{letter}" is {width} in one kind of layer and {self.sizes[letter]} in another'
+            for kind in self.kinds
+            for part in kind.sublayers.values()
+            for letter, width in part.widths.items()
+            if width != self.sizes[letter]
+        ]
 
     @property
     def has_experts(self) -> bool:
@@ -211,31 +217,20 @@ class ModelConfig(ExpertConfig):
 
     @cached_property
     def sizes(self) -> Sizes:
-        heads = self.num_heads * self.head_dim
-        kv_heads = self.num_kv_heads * self.head_dim
-        # In the order of `LETTERS`.
-        return dict(
-            zip(
-                LETTERS,
-                (
-                    *(
-                        self.vocab_size,
-                        self.dim,
-                        self.ffn_dim,
-                        heads,
-                        kv_heads,
-                        self.head_dim,
-                        self.num_heads,
-                    ),
-                    *(
-                        self.num_experts,
-                        self.expert_dim,
-                        self.shared_expert_dim or self.expert_dim,
-                    ),
-                ),
-                strict=True,
-            )
-        )
+        common = {
+            "V": self.vocab_size,
+            "E": self.dim,
+            "G": self.ffn_dim,
+            "Q": self.num_heads * self.head_dim,
+            "K": self.num_kv_heads * self.head_dim,
+            "H": self.head_dim,
+            "N": self.num_heads,
+            "X": self.num_experts,
+            "M": self.expert_dim,
+            "Z": self.shared_expert_dim or self.expert_dim,
+        }
+        own = [kind.widths for kind in self.kinds]
+        return dict(ChainMap(common, *own))
 
     @cached_property
     def parameters(self) -> dict[str, Parameter]:

@@ -52,12 +52,15 @@ class Parameter(NamedTuple):
     `hf_name` is its index.
     """
 
-    def problems(self) -> list[str]:
-        """Every broken rule, as a sentence whose subject is the parameter."""
+    def problems(self, widths: Mapping[str, int] = {}) -> list[str]:
+        """Every broken rule, as a sentence whose subject is the parameter. `widths`: those of its
+        kind alone.
+        """
         problems = list[str]()
-        if unknown := set(self.shape) - set(LETTERS):
+        if unknown := set(self.shape) - {*LETTERS, *widths}:
             problems.append(
-                f"has a width that is unknown: {', '.join(sorted(unknown))}; there are {LETTERS}"
+                f"has a width that is unknown: {', '.join(sorted(unknown))}; there are {LETTERS} and "
+                "those in `widths` of its SublayerKind"
             )
         if self.initial in ("normal", "residual") and not self.is_matrix:
             problems.append(
@@ -135,6 +138,18 @@ class SublayerKind(NamedTuple):
     """Whether recomputation runs it piece by piece (`models/sublayer.py`), rather than the whole
     block again.
     """
+    widths: Mapping[str, int] = {}
+    """Widths of its own, by a capital letter that is none of `LETTERS`."""
+
+    def width_problems(self) -> list[str]:
+        problems = list[str]()
+        for letter, width in self.widths.items():
+            is_letter = len(letter) == 1 and letter.isupper() and letter not in LETTERS
+            is_width = type(width) is int and width > 0
+            if not (is_letter and is_width):
+                rule = f"a capital letter other than {LETTERS}, and a whole number above 0"
+                problems.append(f'widths: "{letter}": {width!r} must be {rule}')
+        return problems
 
 
 def _norms(**names: str) -> dict[str, Parameter]:
@@ -333,8 +348,17 @@ class LayerKind:
         return problems + [
             f"{name} {problem}"
             for name, each in self._declared.items()
-            for problem in each.problems()
+            for problem in each.problems(self.widths)
         ]
+
+    @property
+    def widths(self) -> dict[str, int]:
+        """Widths that its mixer and feed-forward have of their own."""
+        return {
+            letter: width
+            for kind in self.sublayers.values()
+            for letter, width in kind.widths.items()
+        }
 
     @property
     def readable(self) -> set[str]:

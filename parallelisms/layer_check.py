@@ -1,18 +1,21 @@
 """Start-up check of the layers that extensions add: what a token may see, and what weights an
 output must depend on.
 
-Each runs once, without any parallelism, on two small documents of random numbers in float64.
+Each runs once, without any parallelism, on two small documents of random numbers in float64; a
+mixer on two longer ones, too.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
+from itertools import chain
 
 import torch
 from torch import Tensor
 
 from models import rope
 from models.config import ModelConfig
+from models.layers import LayerKind
 from models.sublayer import Sublayer
 from parallelisms.gradient_check import LENGTHS, build_double, small_config
 
@@ -22,8 +25,8 @@ order.
 """
 ROUNDING = 1e-5
 """Share of the largest output below which float32 may be the reason."""
-LATER = 8
-"""First of the tokens that are changed to see whether earlier ones notice."""
+LONG = (129, 171)
+"""Tokens of documents in which a mixer may look further ahead."""
 
 
 class LayerError(ValueError):
@@ -39,22 +42,45 @@ def verify_layers(config: ModelConfig, added: Collection[str]) -> None:
     model = build_double(small)
     for block in model.transformer_blocks():
         for sublayer in block.sublayers:
+            if sublayer.name not in added:
+                continue
             is_mixer = sublayer is block.sublayers[0]
-            if sublayer.name in added and (
-                wrong := next(_problems(sublayer, small, is_mixer=is_mixer), None)
-            ):
+            problems = chain(
+                _form_problems(sublayer, block.kind),
+                _problems(sublayer, small, LENGTHS, is_mixer=is_mixer),
+            )
+            if is_mixer:
+                problems = chain(problems, _problems(sublayer, small, LONG, is_mixer=True))
+            if (wrong := next(problems, None)) is not None:
                 raise LayerError(f"{sublayer.name}: {wrong}")
 
 
-def _problems(sublayer: Sublayer, config: ModelConfig, *, is_mixer: bool) -> Iterator[str]:
-    first = LENGTHS[0]
-    total = sum(LENGTHS)
+def _form_problems(sublayer: Sublayer, kind: LayerKind) -> Iterator[str]:
+    module = sublayer.module
+    classes = type(module).mro()
+    definer = next(each for each in classes if "forward" in vars(each))
+    is_own = definer.__module__.partition(".")[0] != "models"
+    declaration = kind.sublayers.get(getattr(module, "module_name", ""))
+    if is_own and declaration is not None and declaration.in_pieces:
+        yield (
+            f"{definer.__name__} overrides forward, so its declaration needs in_pieces=False; "
+            "without that, recomputation runs `inner` between the products of `linears` and `last`"
+        )
+
+
+def _problems(
+    sublayer: Sublayer, config: ModelConfig, lengths: Sequence[int], *, is_mixer: bool
+) -> Iterator[str]:
+    first = lengths[0]
+    total = sum(lengths)
+    # First of the tokens that are changed to see whether earlier ones notice.
+    later = 2 * total // 3
     generator = torch.Generator().manual_seed(0)
     x_1SE, other_1SE = (
         torch.randn(1, total, config.dim, generator=generator, dtype=torch.float64, device="cpu")
         for _ in range(2)
     )
-    positions_1S = torch.cat([torch.arange(length, device="cpu") for length in LENGTHS])[None]
+    positions_1S = torch.cat([torch.arange(length, device="cpu") for length in lengths])[None]
     rotation = rope.cos_sin_table(
         config.rope, config.rope.rotary_dim(config.head_dim), positions_1S, torch.float64
     )
@@ -76,8 +102,8 @@ def _problems(sublayer: Sublayer, config: ModelConfig, *, is_mixer: bool) -> Ite
             hint = "; is a part computed in float32?" if error < ROUNDING else ""
             return f", by {error:.0e} of the largest in float64{hint}"
 
-    if error := difference(slice(LATER, None), slice(LATER)):
-        yield f"the outputs of tokens 0 to {LATER - 1} change with the tokens after them{error}"
+    if error := difference(slice(later, None), slice(later)):
+        yield f"the outputs of tokens 0 to {later - 1} change with the tokens after them{error}"
     if error := difference(slice(first), slice(first, None)):
         yield f"the outputs of a document change with the tokens of another (see boundaries){error}"
     if not is_mixer and (error := difference(slice(1), slice(1, first))):

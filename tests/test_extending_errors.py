@@ -35,7 +35,8 @@ from trainer.metrics.loggers import write_traceback
 from trainer.run import hooks
 from trainer.selfcheck.processes import _describe
 from trainer.step import build
-from trainer.step.added_parts import require_sound_parts
+from trainer.step.added_parts import require_sound_parts, verify_rule
+from trainer.step.optimizer import RULES
 
 PAGE = (Path(__file__).resolve().parents[1] / "docs" / "extending.md").read_text()
 MIXER = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)[1]
@@ -159,6 +160,12 @@ LOSS = 'return F.cross_entropy(logits, targets, reduction="none")'
     [
         (".masked_fill(starts[..., None], 0)", "", "of a document change with .* another"),
         ("(0, 0, 1, -1)", "(0, 0, -1, 1)", "of tokens 0 to 7 change with the tokens after them"),
+        (
+            "F.pad(values, (0, 0, 1, -1))",
+            "(F.pad(values, (0, 0, 1, -1)) + F.pad(values, (0, 0, 0, 20))[:, 20:])",
+            "of tokens 0 to 199 change with the tokens after",
+        ),
+        ("    in_pieces=False,\n", "", "Previous overrides forward, .* needs in_pieces=False"),
         (RETURN, f"{RETURN}[:, :1]", r"must return a tensor \[1, 12, 16\], not .* \[1, 1, 16\]"),
         (RETURN, "pass", r"must return a tensor \[1, 12, 16\], not NoneType"),
         (SIGNATURE, "def forward(self, x):", r"forward\(\) takes 2 positional arguments but 4"),
@@ -172,6 +179,11 @@ LOSS = 'return F.cross_entropy(logits, targets, reduction="none")'
         ),
         (UPDATE, "weight = weight - 1", 'optimizer "signs": 3 updates changed no weight'),
         (CHANGE, "lr * weight.grad.sign()", "whose norm is not finite must change neither"),
+        (
+            UPDATE,
+            f"weight.mul_(1 - lr * weight_decay); {UPDATE}",
+            "whose norm is not finite must change neither",
+        ),
         ("*, lr, weight_decay, norm)", "lr)", "unexpected keyword argument 'weight_decay'"),
         ("return {}", "return parameter", "new_state must return a dict of tensors by name"),
         ("    clips = False\n", "", "has no attribute 'clips'"),
@@ -193,6 +205,79 @@ def test_a_mistake_is_named_before_the_first_step(
     assert Path(place[1]).parent == tmp_path
     # The ranks of a self-check pass it on as it is.
     assert _describe(raised.value) == str(raised.value)
+
+
+SIGNS = "lr * weight.grad.sign()"
+
+
+CLIPS = ("clips = False", "clips = True")
+
+
+def test_an_optimizer_that_says_that_it_clips_must(install: Install) -> None:
+    config = install((SIGNS, "lr * weight.grad"), CLIPS)
+    with pytest.raises(RankFailedError, match=r"max_grad_norm must be clipped where it has clips"):
+        require_sound_parts(config, CPU)
+
+
+def test_an_optimizer_that_clips_is_sound(install: Install) -> None:
+    clipped = (SIGNS, "lr * weight.grad * (self.max_norm / norm).clamp(max=1)")
+    config = install(
+        clipped, ("self.dtype = moment_dtype", "self.max_norm = config.max_grad_norm"), CLIPS
+    )
+    require_sound_parts(config, CPU)
+
+
+WHOLE = (SIGNS, "lr * weight.grad / weight.grad.norm()")
+
+
+def test_an_optimizer_of_whole_matrices_is_refused_where_ranks_hold_shards(
+    install: Install,
+) -> None:
+    config = install(WHOLE)
+    require_sound_parts(config, CPU)
+    with pytest.raises(RankFailedError, match="two halves of a weight change otherwise than"):
+        require_sound_parts(config, CPU, is_sharded=True)
+
+
+def test_an_optimizer_that_gathers_whole_matrices_says_so(install: Install) -> None:
+    config = install(WHOLE, ("clips = False", "clips = elementwise = False"))
+    require_sound_parts(config, CPU, is_sharded=True)
+
+
+@pytest.mark.parametrize("name", RULES)
+def test_our_optimizers_pass_the_trial_of_added_ones(name: str) -> None:
+    config = RUN.optimizer.model_copy(update={"name": name})
+    verify_rule(config, CPU, is_sharded=True)
+
+
+SHARE = '"share": Parameter("Q", "colwise", "previous.share", "ones"),'
+TAPS = '"share": Parameter("QT", "colwise", "previous.share"),'
+
+
+def test_a_mixer_has_widths_of_its_own(install: Install) -> None:
+    config = install(
+        (SHARE, TAPS),
+        ("in_pieces=False", 'in_pieces=False, widths={"T": 3}'),
+        ('weights["share"] * previous', 'weights["share"].sum(1) * previous'),
+    )
+    require_sound_parts(config, CPU)
+    model = config.model.build()
+    declared = model.parameters
+    (name,) = (name for name in declared if name.endswith("share"))
+    assert declared[name].shape_of(model.sizes) == (32, 3)
+
+
+@pytest.mark.parametrize(
+    ("widths", "problem"),
+    [
+        ('{"Q": 3}', 'widths: "Q": 3 must be a capital letter other than VEGQKHNXMZ'),
+        ('{"T": 0}', 'widths: "T": 0 must be a capital letter .*, and a whole number above 0'),
+        ("{}", "share has a width that is unknown: T; there are VEGQKHNXMZ and those in `widths`"),
+    ],
+)
+def test_a_width_is_a_letter_of_its_own(install: Install, widths: str, problem: str) -> None:
+    with pytest.raises(ConfigError, match=problem):
+        install((SHARE, TAPS), ("in_pieces=False", f"in_pieces=False, widths={widths}"))
 
 
 def test_a_feed_forward_that_looks_at_other_tokens_is_refused(install: Install) -> None:

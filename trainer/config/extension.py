@@ -183,7 +183,9 @@ def _sublayer_problems(part: object) -> Iterator[str]:
     if not isinstance(kind, SublayerKind):
         yield f"must have a SublayerKind as declaration, not {_type_name(kind)}"
     else:
-        yield from _declaration_problems({"parameters": kind.parameters, "buffers": kind.buffers})
+        yield from kind.width_problems()
+        tables = {"parameters": kind.parameters, "buffers": kind.buffers}
+        yield from _declaration_problems(tables, kind.widths)
 
 
 def _norms_problems(part: object) -> Iterator[str]:
@@ -193,14 +195,17 @@ def _norms_problems(part: object) -> Iterator[str]:
         yield from _declaration_problems(part)
 
 
-def _declaration_problems(declared: Mapping[str, Mapping[str, Parameter]]) -> Iterator[str]:
+def _declaration_problems(
+    declared: Mapping[str, Mapping[str, Parameter]], widths: Mapping[str, int] = {}
+) -> Iterator[str]:
     for table, parameters in declared.items():
         if not isinstance(parameters, Mapping):
             yield f"{table} must be a dict of Parameter by name, not {_type_name(parameters)}"
             continue
         for name, each in parameters.items():
             if isinstance(each, Parameter):
-                yield from (f"{table}: {name} {problem}" for problem in each.problems())
+                problems = each.problems(widths)
+                yield from (f"{table}: {name} {problem}" for problem in problems)
             else:
                 yield f"{table}: {name} must be a Parameter, not {_type_name(each)}"
 

@@ -135,15 +135,20 @@ class DeviceRates:
     def transfer(self, message: Departure) -> Transfer:
         channel, collective, _ = message.key
         kind = EXCHANGE
+        if channel in FSDP_CHANNELS:
+            kind = REDUCE
+            if collective == "all_gather":
+                kind = GATHER
+        link = "link"
         if channel == HOST:
-            # Gradients go the other way than what kernels wait for.
-            link = "to the host" if collective == GRADIENTS else HOST
+            link = HOST
             if collective in {WEIGHTS, GRADIENTS}:
                 kind = collective
-        else:
-            link = "network" if self._groups[channel].crosses_domains else "link"
-            if channel in FSDP_CHANNELS:
-                kind = GATHER if collective == "all_gather" else REDUCE
+            # Gradients go the other way than what kernels wait for.
+            if collective == GRADIENTS:
+                link = "to the host"
+        elif self._groups[channel].crosses_domains:
+            link = "network"
         return Transfer(self._message_seconds(message), channel, link, kind, message.number)
 
 
@@ -383,7 +388,8 @@ def rank_clocks(
     clocks = dict[tuple[frozenset[tuple[int, int]], float], RankClock]()
     found = []
     for step in steps:
-        times = Counter(id(step.pieces[index].timeline) for index in step.order)
+        timelines = (step.pieces[index].timeline for index in step.order)
+        times = Counter(map(id, timelines))
         key = frozenset(times.items()), step.state_ratio
         if key not in clocks:
             clocks[key] = RankClock(config, step, device, groups)

@@ -89,7 +89,7 @@ def run_and_compare(launch: Launch, world: World, *, reference: Path) -> list[St
         for validate in (validate_initial_weights, validate_initial_tokenizer):
             # The launcher's checks, which this launch does not pass through.
             validate(launch.config)
-    require_sound_parts(stage.config, world.device)
+    require_sound_parts(stage.config, world.device, is_sharded=world.size > 1)
     trainer = Trainer(
         stage.config,
         world,

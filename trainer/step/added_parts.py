@@ -6,10 +6,11 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Iterator
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from models.loss_head import LossHead, TokenLoss
 from parallelisms.gradient_check import SMALL
@@ -19,7 +20,7 @@ from trainer.config.job_config import Config
 from trainer.config.sections import OptimizerSection
 from trainer.errors import EXIT_BAD_CONFIG, RankFailedError
 from trainer.metrics.loggers import write_traceback
-from trainer.step.optimizer import update_rule
+from trainer.step.optimizer import UpdateRule, update_rule
 
 log = logging.getLogger(__name__)
 
@@ -27,16 +28,17 @@ TRIED_UPDATES = 3
 """Updates after which a weight must have changed: some rules only gather at first."""
 
 
-def require_sound_parts(config: Config, device: torch.device) -> None:
+def require_sound_parts(config: Config, device: torch.device, *, is_sharded: bool = False) -> None:
     """Tries the added layers, optimizer and loss of a run. Raises RankFailedError, which names the
     extension.
+
+    `is_sharded`: ranks may hold shards of weights.
     """
     # Trying must not change the random numbers of the run.
     devices = [device] if device.type == "cuda" else []
     with torch.random.fork_rng(devices):
         _try(lambda: _try_layers(config, device))
-        if extension.adding("optimizers", config.optimizer.name) is not None:
-            _try(lambda: verify_rule(config.optimizer, device))
+        _try(lambda: verify_rule(config.optimizer, device, is_sharded=is_sharded))
         if (loss := extension.added_loss(config.training.loss)) is not None:
             _try(lambda: verify_loss(loss, config, device))
 
@@ -76,41 +78,88 @@ def _try_layers(config: Config, device: torch.device) -> None:
         )
 
 
-def verify_rule(config: OptimizerSection, device: torch.device) -> None:
-    """Raises ValueError if the rule has no states by name, changes no weight, or changes something
-    where the norm is not finite.
+def verify_rule(config: OptimizerSection, device: torch.device, *, is_sharded: bool) -> None:
+    """Raises ValueError if the rule has no states by name, changes no weight, changes something
+    where the norm is not finite, does not clip although it says so, or changes shards of a weight
+    otherwise than the whole.
     """
     rule = update_rule(config, None)
     _ = rule.clips  # Read before the first step, too.
     # `Optimizer` updates matrices and vectors apart.
     for shape in ((4, 4), (4,)):
-        parameter = nn.Parameter(torch.ones(shape, device=device))
-        state = rule.new_state(parameter)
-        if not isinstance(state, dict):
-            raise ValueError(  # noqa: TRY004
-                f'optimizer "{config.name}": new_state must return a dict of tensors by name, '
-                f"not {type(state).__name__}"
-            )
-        weight = parameter.detach()
-        grad = torch.linspace(-1, 2, weight.numel(), device=device).view(shape)
-        with torch.no_grad():
-            for _ in range(TRIED_UPDATES):
-                weight.grad = grad.clone()
-                rule.update([weight], [state], lr=0.1, weight_decay=0.0, norm=grad.norm())
-        if bool((weight == 1).all()):
-            raise ValueError(
-                f'optimizer "{config.name}": {TRIED_UPDATES} updates changed no weight; '
-                "its `update` must change weights in place"
-            )
-        before = [weight.clone(), *(each.clone() for each in state.values())]
-        with torch.no_grad():
-            weight.grad = torch.full_like(grad, torch.inf)
-            rule.update([weight], [state], lr=0.1, weight_decay=0.0, norm=weight.grad.norm())
-        if not all(map(torch.equal, before, [weight, *state.values()])):
-            raise ValueError(
-                f'optimizer "{config.name}": an update whose norm is not finite must change neither '
-                "weights nor states; torch.where(norm.isfinite(), ...) does not wait for the device"
-            )
+        grad = torch.linspace(-1, 2, math.prod(shape), device=device).view(shape)
+        problems = _rule_problems(rule, config.max_grad_norm, grad, is_sharded=is_sharded)
+        if (problem := next(problems, None)) is not None:
+            raise ValueError(f'optimizer "{config.name}": {problem}')
+
+
+def _rule_problems(
+    rule: UpdateRule, max_norm: float, grad: Tensor, *, is_sharded: bool
+) -> Iterator[str]:
+    tried = _new_weight(rule, grad)
+    weight, state = tried
+    if not isinstance(state, dict):
+        yield f"new_state must return a dict of tensors by name, not {type(state).__name__}"
+        return
+    for _ in range(TRIED_UPDATES):
+        _update(rule, tried, grad, norm=grad.norm())
+    if bool((weight == 1).all()):
+        yield f"{TRIED_UPDATES} updates changed no weight; its `update` must change weights in place"
+    before = [each.clone() for each in (weight, *state.values())]
+    infinite = torch.full_like(grad, torch.inf)
+    _update(rule, tried, infinite, norm=infinite.norm())
+    after = [weight, *state.values()]
+    if not all(map(torch.equal, before, after)):
+        yield (
+            "an update whose norm is not finite must change neither weights nor states; "
+            "torch.where(norm.isfinite(), ...) does not wait for the device"
+        )
+    if rule.clips:
+        allowed = grad * (max_norm / grad.norm())
+        large = 1000 * allowed
+        expected = _updated(rule, allowed, norm=allowed.norm())
+        found = _updated(rule, large, norm=large.norm())
+        if not all(map(_is_close, found, expected)):
+            yield "a norm above optimizer.max_grad_norm must be clipped where it has clips = True"
+    if is_sharded and getattr(rule, "elementwise", True):
+        norm = grad.norm()
+        whole, *_ = _updated(rule, grad, norm=norm)
+        for dim in range(grad.ndim):
+            halves = grad.chunk(2, dim)
+            shards = [_updated(rule, half, norm=norm)[0] for half in halves]
+            if not _is_close(torch.cat(shards, dim), whole):
+                yield (
+                    "two halves of a weight change otherwise than the whole, and ranks hold shards; "
+                    "a rule that gathers them by itself has elementwise = False"
+                )
+
+
+def _new_weight(rule: UpdateRule, grad: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+    """A weight for this gradient, and its state."""
+    parameter = nn.Parameter(torch.ones_like(grad))
+    return parameter.detach(), rule.new_state(parameter)
+
+
+def _updated(rule: UpdateRule, grad: Tensor, *, norm: Tensor) -> list[Tensor]:
+    """A weight and its state after an update."""
+    tried = _new_weight(rule, grad)
+    _update(rule, tried, grad, norm=norm)
+    weight, state = tried
+    return [weight, *state.values()]
+
+
+@torch.no_grad()
+def _update(
+    rule: UpdateRule, tried: tuple[Tensor, dict[str, Tensor]], grad: Tensor, *, norm: Tensor
+) -> None:
+    weight, state = tried
+    # Of its own: a rule may change the gradient.
+    weight.grad = grad.clone()
+    rule.update([weight], [state], lr=0.1, weight_decay=0.1, norm=norm)
+
+
+def _is_close(found: Tensor, expected: Tensor) -> bool:
+    return torch.allclose(found, expected, rtol=1e-4, atol=1e-6)
 
 
 def verify_loss(loss: TokenLoss, config: Config, device: torch.device) -> None:

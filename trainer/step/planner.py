@@ -54,16 +54,16 @@ def trace_early(config: Config, world_size: int, **limits: Any) -> None:
 
 def _start(config: Config, world_size: int, *, stdout: int, **request: Any) -> None:
     """Starts the planner with a request."""
-    question = request | {
-        "config": config.model_dump_json(by_alias=True, exclude_unset=True),
-        "world_size": world_size,
-    }
+    request["config"] = config.model_dump_json(by_alias=True, exclude_unset=True)
+    request["world_size"] = world_size
+    environment = child_environment(os.environ)
+    environment["CUDA_VISIBLE_DEVICES"] = ""
     with TemporaryFile("w+") as file:
-        json.dump(question, file)
+        json.dump(request, file)
         file.seek(0)
         child = subprocess.Popen(
             [sys.executable, "-P", "-m", "trainer.launch.predict"],
-            env=child_environment(os.environ) | {"CUDA_VISIBLE_DEVICES": ""},
+            env=environment,
             stdin=file,
             stdout=stdout,
         )

@@ -213,7 +213,8 @@ def _encoded_moment(moment: Work | Departure | Arrival) -> Any:
 def _decoded(text: str | bytes) -> list[RankStep]:
     """Pieces that have a timeline in common share it."""
     stored = json.loads(text)
-    timelines = [[*map(_decoded_moment, json.loads(each))] for each in stored["timelines"]]
+    in_text = map(json.loads, stored["timelines"])
+    timelines = [[*map(_decoded_moment, moments)] for moments in in_text]
     return [_decoded_step(each, timelines) for each in stored["steps"]]
 
 
