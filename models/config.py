@@ -5,7 +5,7 @@ Imports no torch, so that a configuration is validated quickly.
 
 from __future__ import annotations
 
-from collections import ChainMap, Counter
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
@@ -217,7 +217,7 @@ class ModelConfig(ExpertConfig):
 
     @cached_property
     def sizes(self) -> Sizes:
-        common = {
+        sizes = {
             "V": self.vocab_size,
             "E": self.dim,
             "G": self.ffn_dim,
@@ -229,8 +229,9 @@ class ModelConfig(ExpertConfig):
             "M": self.expert_dim,
             "Z": self.shared_expert_dim or self.expert_dim,
         }
-        own = [kind.widths for kind in self.kinds]
-        return dict(ChainMap(common, *own))
+        for kind in self.kinds:
+            sizes.update(kind.widths)
+        return sizes
 
     @cached_property
     def parameters(self) -> dict[str, Parameter]:

@@ -354,11 +354,10 @@ class LayerKind:
     @property
     def widths(self) -> dict[str, int]:
         """Widths that its mixer and feed-forward have of their own."""
-        return {
-            letter: width
-            for kind in self.sublayers.values()
-            for letter, width in kind.widths.items()
-        }
+        widths = dict[str, int]()
+        for kind in self.sublayers.values():
+            widths.update(kind.widths)
+        return widths
 
     @property
     def readable(self) -> set[str]:

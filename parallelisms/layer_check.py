@@ -59,7 +59,8 @@ def _form_problems(sublayer: Sublayer, kind: LayerKind) -> Iterator[str]:
     module = sublayer.module
     classes = type(module).mro()
     definer = next(each for each in classes if "forward" in vars(each))
-    is_own = definer.__module__.partition(".")[0] != "models"
+    package, *_ = definer.__module__.split(".")
+    is_own = package != "models"
     declaration = kind.sublayers.get(getattr(module, "module_name", ""))
     if is_own and declaration is not None and declaration.in_pieces:
         yield (

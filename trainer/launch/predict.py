@@ -137,7 +137,8 @@ def main() -> int:
     if "prediction_path" not in request:
         # Nobody listens; the traces stay known.
         with suppress(RunError):
-            _ = choose_memory_options(config, world_size, device).plan.rank_steps
+            choice = choose_memory_options(config, world_size, device)
+            _ = choice.plan.rank_steps
         return 0
     path = Path(request["prediction_path"])
     try:

@@ -101,8 +101,9 @@ def _rule_problems(
     if not isinstance(state, dict):
         yield f"new_state must return a dict of tensors by name, not {type(state).__name__}"
         return
+    norm = grad.norm()
     for _ in range(TRIED_UPDATES):
-        _update(rule, tried, grad, norm=grad.norm())
+        _update(rule, tried, grad, norm=norm)
     if bool((weight == 1).all()):
         yield f"{TRIED_UPDATES} updates changed no weight; its `update` must change weights in place"
     before = [each.clone() for each in (weight, *state.values())]
@@ -115,14 +116,13 @@ def _rule_problems(
             "torch.where(norm.isfinite(), ...) does not wait for the device"
         )
     if rule.clips:
-        allowed = grad * (max_norm / grad.norm())
+        allowed = grad * (max_norm / norm)
         large = 1000 * allowed
         expected = _updated(rule, allowed, norm=allowed.norm())
         found = _updated(rule, large, norm=large.norm())
         if not all(map(_is_close, found, expected)):
             yield "a norm above optimizer.max_grad_norm must be clipped where it has clips = True"
     if is_sharded and getattr(rule, "elementwise", True):
-        norm = grad.norm()
         whole, *_ = _updated(rule, grad, norm=norm)
         for dim in range(grad.ndim):
             halves = grad.chunk(2, dim)
@@ -137,7 +137,9 @@ def _rule_problems(
 def _new_weight(rule: UpdateRule, grad: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
     """A weight for this gradient, and its state."""
     parameter = nn.Parameter(torch.ones_like(grad))
-    return parameter.detach(), rule.new_state(parameter)
+    weight = parameter.detach()
+    state = rule.new_state(parameter)
+    return weight, state
 
 
 def _updated(rule: UpdateRule, grad: Tensor, *, norm: Tensor) -> list[Tensor]:

@@ -105,7 +105,8 @@ def is_known(config: Config, world_size: int, *, on_gpu: bool = True) -> bool:
 
 
 def _file(config: Config, world_size: int, *, on_gpu: bool) -> Path:
-    return cache_folder() / f"{_key(config, world_size, on_gpu=on_gpu)}.json"
+    key = _key(config, world_size, on_gpu=on_gpu)
+    return cache_folder() / f"{key}.json"
 
 
 def show_progress(text: str) -> None:
@@ -213,8 +214,10 @@ def _encoded_moment(moment: Work | Departure | Arrival) -> Any:
 def _decoded(text: str | bytes) -> list[RankStep]:
     """Pieces that have a timeline in common share it."""
     stored = json.loads(text)
-    in_text = map(json.loads, stored["timelines"])
-    timelines = [[*map(_decoded_moment, moments)] for moments in in_text]
+    timelines = []
+    for text_of_one in stored["timelines"]:
+        moments = json.loads(text_of_one)
+        timelines.append([*map(_decoded_moment, moments)])
     return [_decoded_step(each, timelines) for each in stored["steps"]]
 
 

@@ -170,7 +170,8 @@ def compiler_for(
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """A stand-in for `torch.compile` that runs graphs by `FusedKernels`."""
     known = Graphs() if graphs is None else graphs
-    _running[:] = [cache(partial(FusedKernels, counter=counter))]
+    kernels = partial(FusedKernels, counter=counter)
+    _running[:] = [cache(kernels)]
 
     def compile_piece(piece: Callable[..., Any]) -> Callable[..., Any]:
         def run(*args: Any) -> Any:
