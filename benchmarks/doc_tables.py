@@ -1,5 +1,5 @@
-"""Generate tables of docs/parallelism.md, docs/memory.md and docs/reliability.md from the code
-that they describe.
+"""Generate tables of docs/parallelism.md, docs/memory.md, docs/reliability.md and docs/experts.md
+from the code that they describe.
 
     python -m benchmarks.doc_tables             rewrite the tables between their markers
     python -m benchmarks.doc_tables --check     exit 1 if a page differs from what would be written
@@ -22,10 +22,12 @@ from parallelisms.mesh.pipeline_plan import PipelinePlan, PipelineSchedule
 from trainer.config.job_config import Config
 from trainer.config.parse import load
 from trainer.errors import ENDINGS, RankFailedError, RunError
+from trainer.hardware.attention_choice import with_attention_choice
 from trainer.hardware.device_specs import load_device
 from trainer.hardware.host import GIB
 from trainer.plan.plan import TrainingPlan
 from trainer.plan.run_plan import plan_stage
+from trainer.trace.record import trace_step
 from trainer.trace.tensors import SAVED_ACTIVATIONS, TRANSIENT_ACTIVATIONS
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"
@@ -58,6 +60,10 @@ SAVING = (
     "memory.optimizer_placement=host",
     "memory.offload=inputs",
     "memory.optimizer_dtype=bfloat16",
+)
+SHORT_MIXTURE = (
+    "model.num_layers=4 training.seq_len=16384 training.global_batch_size=1 parallelism.cp=1 parallelism.ep=1 "
+    "memory.optimizer_placement=device memory.mlp_tile_mib=null memory.offload=none"
 )
 SCHEDULES: tuple[tuple[PipelineSchedule, int], ...] = (
     ("GPipe", 1),
@@ -338,6 +344,36 @@ def head_groups() -> Table:
     )
 
 
+def block_kernels() -> Table:
+    """Kernels that a block with experts launches in both passes, recomputation included."""
+    rows = []
+    for model, name in (
+        ("Qwen3-30B-A3B", "qwen3_30b_a3b_1m"),
+        ("gpt-oss-20b", "gpt_oss_20b_128k"),
+    ):
+        for ranks, mesh in (
+            ("one GPU", "parallelism.dp_shard=1"),
+            ("8, FSDP", "parallelism.dp_shard=8 training.global_batch_size=8"),
+            (
+                "8, `ep = 8`",
+                "parallelism.dp_shard=8 parallelism.ep=8 training.global_batch_size=8",
+            ),
+        ):
+            config, world_size = configured(name, f"{SHORT_MIXTURE} {mesh}")
+            kernel = with_attention_choice(config).training.attention
+            cells = []
+            for compiled in (False, True):
+                trace = trace_step(config, world_size, kernel=kernel, compiled=compiled).trace
+                of_block = (
+                    piece.work.kernels.total()
+                    for piece in trace.pieces
+                    if piece.place.unit == 1 and piece.place.micro_batch == 0
+                )
+                cells.append(str(sum(of_block)))
+            rows.append([model, ranks, *cells])
+    return markdown(["", "GPUs", "eager", "compiled"], rows)
+
+
 def endings() -> Table:
     """The ways in which a launch ends, and the errors that lead there."""
     errors = [
@@ -379,6 +415,7 @@ TABLES: dict[str, dict[str, Callable[[], Table]]] = {
         "reductions": reductions,
     },
     "reliability.md": {"endings": endings},
+    "experts.md": {"block_kernels": block_kernels},
     "memory.md": {"peaks": peaks, "savings": savings, "head_groups": head_groups},
 }
 UNTRACED = ("bubbles", "endings")

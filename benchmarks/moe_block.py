@@ -55,9 +55,11 @@ def build_longhaul(weights: dict[str, Any], *, balanced: bool) -> Any:
     from models.config import ModelConfig
     from models.moe import MixtureOfExperts
     from models.presets import FAMILIES
+    from models.router import statistics_length
 
     config: ModelConfig = FAMILIES["qwen3_moe"]["debug"]
     module = MixtureOfExperts(config, config.kinds[0])
+    num_sums = statistics_length(config.num_experts)
     names = {
         "router.weight": "router",
         **{f"experts.{name}_proj": name for name in ("gate", "up", "down")},
@@ -70,7 +72,7 @@ def build_longhaul(weights: dict[str, Any], *, balanced: bool) -> Any:
             if balanced:
                 module.step.balance_loss = 0.02
                 module.step.num_targets = torch.tensor(float(x.shape[1]))
-                module.reset_statistics()
+                module.statistics = torch.zeros(num_sums, dtype=torch.float64)
                 module.step.begin(torch.zeros(x.shape[:2], dtype=torch.int64))
             return module(x, x.new_empty(0), x.new_empty(0))
 

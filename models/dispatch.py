@@ -17,6 +17,7 @@ from torch.nn import functional as F
 
 from models.expert_config import most_places
 from models.row_groups import RowGroups, RowPlaces, padded_ends, padded_shifts
+from models.tiling import CompilePiece, eager
 
 
 class Rows(NamedTuple):
@@ -52,7 +53,14 @@ class TokenDispatcher(Protocol):
     def agree(self, num_tiles: int) -> int:
         """The largest number of tiles of any rank. Collective; the host waits."""
 
-    def rows(self, experts_NK: Sequence[Tensor], num_experts: int, *, padded: bool) -> list[Rows]:
+    def rows(
+        self,
+        experts_NK: Sequence[Tensor],
+        num_experts: int,
+        *,
+        padded: bool,
+        compiled: CompilePiece = eager,
+    ) -> list[Rows]:
         """Rows of each tile; every rank has the same number of tiles. Collective.
 
         `padded`: as a kernel for groups takes them. The host waits for the device, unless rows are
@@ -90,8 +98,15 @@ class LocalDispatcher:
     def agree(self, num_tiles: int) -> int:
         return num_tiles
 
-    def rows(self, experts_NK: Sequence[Tensor], num_experts: int, *, padded: bool) -> list[Rows]:
-        return own_rows(experts_NK, num_experts, padded=padded)
+    def rows(
+        self,
+        experts_NK: Sequence[Tensor],
+        num_experts: int,
+        *,
+        padded: bool,
+        compiled: CompilePiece = eager,
+    ) -> list[Rows]:
+        return own_rows(experts_NK, num_experts, padded=padded, compiled=compiled)
 
     def dispatch(self, x_NE: Tensor, weight_NK: Tensor, rows: Rows) -> tuple[Tensor, Tensor]:
         return to_rows(x_NE, weight_NK, rows)
@@ -111,12 +126,18 @@ class LocalDispatcher:
         return counts
 
 
-def own_rows(experts_NK: Sequence[Tensor], num_experts: int, *, padded: bool) -> list[Rows]:
+def own_rows(
+    experts_NK: Sequence[Tensor],
+    num_experts: int,
+    *,
+    padded: bool,
+    compiled: CompilePiece = eager,
+) -> list[Rows]:
     """Rows of each tile on a rank that has all experts. The host waits for the device, unless rows
     are padded.
     """
     if padded:
-        return [padded_rows(experts, num_experts) for experts in experts_NK]
+        return [padded_rows(experts, num_experts, compiled) for experts in experts_NK]
     ordered = [sort_by_expert(experts, num_experts) for experts in experts_NK]
     # One copy to the host for all tiles: each copy waits for the device.
     counts = torch.stack([counts_X for *_, counts_X in ordered]).tolist()
@@ -126,31 +147,50 @@ def own_rows(experts_NK: Sequence[Tensor], num_experts: int, *, padded: bool) ->
     ]
 
 
-def sort_by_expert(experts_NK: Tensor, num_experts: int) -> tuple[Rows, Tensor]:
+def sort_by_expert(
+    experts_NK: Tensor, num_experts: int, compiled: CompilePiece = eager
+) -> tuple[Rows, Tensor]:
     """Rows without padding and without their groups, and how many each expert has, [X] on the
     device.
     """
     # Stable, so that the rows of an expert are in the order of their tokens on every run.
     top_k = experts_NK.shape[1]
     ordered_R, order_R = experts_NK.flatten().sort(stable=True)
-    rows = Rows(top_k, order_R // top_k, inverse_of(order_R), RowGroups(()))
-    return rows, _counts(ordered_R, num_experts)
+    tokens_R, place_R, counts_X = compiled(places)(ordered_R, order_R, num_experts, top_k)
+    return Rows(top_k, tokens_R, place_R, RowGroups(())), counts_X
 
 
-def padded_rows(experts_NK: Tensor, num_experts: int) -> Rows:
+def places(
+    ordered_R: Tensor, order_R: Tensor, num_experts: int, top_k: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Token at each place and place of each row, [R], and rows of each expert [X], from the
+    experts of rows in ascending order and the rows in that order.
+    """
+    return order_R // top_k, inverse_of(order_R), _counts(ordered_R, num_experts)
+
+
+def padded_rows(experts_NK: Tensor, num_experts: int, compiled: CompilePiece = eager) -> Rows:
     """Rows padded for a kernel. The host knows only the number of places: the most that padding
     may need.
     """
     top_k = experts_NK.shape[1]
     ordered_R, order_R = experts_NK.flatten().sort(stable=True)
+    tokens_P, place_R, ends_X = compiled(padded_places)(ordered_R, order_R, num_experts, top_k)
+    return Rows(top_k, tokens_P, place_R, RowGroups((), ends_X))
+
+
+def padded_places(
+    ordered_R: Tensor, order_R: Tensor, num_experts: int, top_k: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """`places` with padding, [P], and the ends of the groups, [X]."""
     counts_X = _counts(ordered_R, num_experts)
     ends_X = padded_ends(counts_X)
     place_R = (
         torch.arange(len(order_R), device=order_R.device)
         + padded_shifts(counts_X, ends_X)[ordered_R]
     )
-    source_P, place_R = RowPlaces.sorted(order_R, place_R, most_places(len(order_R), num_experts))
-    return Rows(top_k, source_P // top_k, place_R, RowGroups((), ends_X.int()))
+    padded = RowPlaces.sorted(order_R, place_R, most_places(len(order_R), num_experts))
+    return padded.source // top_k, padded.place, ends_X.int()
 
 
 def _counts(ordered_R: Tensor, num_experts: int) -> Tensor:

@@ -16,11 +16,11 @@ from torch import Tensor, nn
 
 from models.batch import IGNORE_INDEX
 from models.config import ModelConfig
-from models.device_paths import runs_as_on_gpu
 from models.dtypes import accumulation_dtype
 from models.linear import Linear, identity, local_parameter
 from models.norm import config_norm
 from models.tiling import CompilePiece, each_chunk
+from models.wide_products import add_weight_grad, wide_product
 
 
 @dataclass(frozen=True)
@@ -79,36 +79,6 @@ class LogitTransform(NamedTuple):
 
 
 IDENTITY = LogitTransform()
-
-
-# ---- products of 16-bit tensors that are summed in float32
-
-
-def products_are_wide(x: Tensor) -> bool:
-    """Whether a product of two tensors like `x` can be returned in float32, without rounding to
-    their dtype.
-
-    torch (2.8 or later) has the argument `out_dtype` on CUDA only.
-    """
-    return runs_as_on_gpu(x) and x.dtype in (torch.bfloat16, torch.float16)
-
-
-def logit_product(x_CE: Tensor, weight_VE: Tensor) -> Tensor:
-    """`x @ weight.T` in `accumulation_dtype`, [C, V]."""
-    dtype = accumulation_dtype(x_CE.dtype)
-    if products_are_wide(x_CE):
-        return torch.mm(x_CE, weight_VE.T, out_dtype=dtype)
-    return (x_CE @ weight_VE.T).to(dtype)
-
-
-def add_weight_grad(total_VE: Tensor, grad_CV: Tensor, x_CE: Tensor) -> None:
-    """Adds `grad.T @ x` to `total_VE`, which is in `accumulation_dtype`."""
-    if total_VE.dtype == x_CE.dtype:
-        total_VE.addmm_(grad_CV.T, x_CE)
-    elif products_are_wide(x_CE):
-        torch.addmm(total_VE, grad_CV.T, x_CE, out_dtype=total_VE.dtype, out=total_VE)
-    else:
-        total_VE += grad_CV.T @ x_CE
 
 
 # ---- softmax of a chunk
@@ -303,7 +273,7 @@ class LinearCrossEntropy(torch.autograd.Function):
             make_softmax = partial(CompiledSoftmax, compile_piece=compile_piece)
         for token_slice in each_chunk(x_RE.shape[0], chunk_tokens):
             x_CE, index_C1, is_target_C1 = (x[token_slice] for x in (x_RE, index_R1, is_target_R1))
-            softmax = make_softmax(logit_product(x_CE, weight_VE), index_C1, transform)
+            softmax = make_softmax(wide_product(x_CE, weight_VE), index_C1, transform)
             argmax_C1 = None if correct_BS is None else softmax.argmax()
             own = softmax.statistics()
             # A copy, because the maximum is taken in place, and this rank's own is needed below.
@@ -384,7 +354,7 @@ class LinearTokenLoss(LinearCrossEntropy):
             is_target_C = labels_C != IGNORE_INDEX
             # Inside a Function nothing is recorded: the chunk has a small graph of its own.
             with torch.enable_grad():
-                product_CV = logit_product(x_CE, weight_VE).detach().requires_grad_()
+                product_CV = wide_product(x_CE, weight_VE).detach().requires_grad_()
                 losses_C = loss(transform.differentiable(product_CV), labels_C.clamp(min=0))
                 _require_loss_per_token(losses_C, labels_C)
                 # A label outside the vocabulary has no loss; that of a token without a target is 0.

@@ -16,54 +16,32 @@ experts of a token, P places of rows of this rank's experts.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
-from models.batch import IGNORE_INDEX
 from models.config import ModelConfig
 from models.dispatch import LocalDispatcher, Rows, TokenDispatcher
-from models.dtypes import accumulation_dtype
 from models.experts import Options, run_experts
 from models.layers import LayerKind
 from models.linear import local_parameters
+from models.router import (
+    SUM_FLOOR,
+    AttachLoss,
+    RouterStep,
+    ScoreRule,
+    TileSums,
+    best,
+    expert_weights,
+    tile_sums,
+    weights_and_loss,
+)
 from models.row_groups import RowGroups, has_grouped_product
 from models.sublayer import SublayerModule, Weights
 from models.tiling import CompilePiece, bytes_per_token
-
-SUM_FLOOR = 1e-20
-"""Added to the sum of a token's sigmoid scores, as in DeepSeek-V3."""
-
-
-@dataclass
-class RouterStep:
-    """State of the step under way that all routers of a model share."""
-
-    balance_loss: float = 0.0
-    """Weight of the load-balance loss."""
-    balances_sequences: bool = False
-    """Whether that is the mean over sequences, each by its own load; else by the load of the whole
-    step before.
-    """
-    z_loss: float = 0.0
-    """Weight of the mean squared log-sum-exp of the router's logits (ST-MoE, Zoph et al.,
-    2022).
-    """
-    num_targets: Tensor | None = None
-    """Tokens of the step that have a target.
-
-    None outside of training: nothing is counted, and there are no losses.
-    """
-    is_target: Tensor | None = None
-    """[B, T], whether each token of the micro-batch whose forward pass runs has a target."""
-
-    def begin(self, labels_BT: Tensor) -> None:
-        """Begins the next micro-batch."""
-        self.is_target = None if self.num_targets is None else labels_BT != IGNORE_INDEX
+from models.wide_products import unrounded_linear
 
 
 class TileRouting(NamedTuple):
@@ -89,13 +67,14 @@ class MixtureOfExperts(SublayerModule):
         self.activation = kind.activation
         self.dispatcher: TokenDispatcher = LocalDispatcher()
         self.step = RouterStep()
+        self.rule = ScoreRule(config.router, config.normalize_top_k, config.router_scaling)
         self.compile_piece: CompilePiece | None = None
-        """Compiles what experts compute between their products; None: torch's operators.
+        """Compiles what is between products; None: torch's operators.
 
         `training.compile` sets it.
         """
         self.statistics: Tensor | None = None
-        """Sums over the tokens of the step on this rank; see `router_statistics`."""
+        """Sums over the tokens of the step on this rank, as many as `statistics_length`."""
 
     # The host may wait for the counts of experts, which a compiled graph cannot.
     @torch.compiler.disable  # type: ignore[untyped-decorator]
@@ -119,34 +98,25 @@ class MixtureOfExperts(SublayerModule):
     # ---- the router
 
     def logits(self, x_BSE: Tensor, weights: Weights) -> Tensor:
-        dtype = accumulation_dtype(x_BSE.dtype)
-        bias_X = weights.get("router.bias")
-        return F.linear(
-            x_BSE.to(dtype),
-            weights["router.weight"].to(dtype),
-            None if bias_X is None else bias_X.to(dtype),
-        )
-
-    def scores(self, logits_NX: Tensor) -> Tensor:
-        return logits_NX.sigmoid() if self.config.router == "sigmoid" else logits_NX.softmax(-1)
+        return unrounded_linear(x_BSE, weights["router.weight"], weights.get("router.bias"))
 
     def choose(self, logits_NX: Tensor) -> Tensor:
         """The experts of each token [N, K], best first, and equal ones by index."""
-        scores_NX = self.scores(logits_NX)
         config = self.config
+        scores_NX = self.rule.scores(logits_NX)
         if (bias_X := self._buffers.get("correction_bias")) is not None:
             scores_NX = scores_NX + bias_X
         if config.expert_groups > 1:
             # DeepSeek-V3 ranks groups by the sum of their two best scores.
             by_group_NGX = scores_NX.unflatten(-1, (config.expert_groups, -1))
             best_NG = by_group_NGX.topk(min(2, by_group_NGX.shape[-1]), dim=-1).values.sum(-1)
-            excluded_NG = _first(best_NG, config.expert_groups)[:, config.top_k_groups :]
+            excluded_NG = best(best_NG, config.expert_groups)[:, config.top_k_groups :]
             # With -inf, experts of excluded groups sort behind all others.
             by_group_NGX = by_group_NGX.scatter(
                 1, excluded_NG.unsqueeze(-1).expand(-1, -1, by_group_NGX.shape[-1]), -torch.inf
             )
             scores_NX = by_group_NGX.flatten(1)
-        return _first(scores_NX, config.top_k)
+        return best(scores_NX, config.top_k)
 
     @torch.no_grad()
     def route(self, logits_BSX: Sequence[Tensor], dtype: torch.dtype) -> list[TileRouting]:
@@ -156,86 +126,64 @@ class MixtureOfExperts(SublayerModule):
         """
         experts = [self.choose(logits.flatten(0, 1)) for logits in logits_BSX]
         rows = self.dispatcher.rows(
-            experts, self.config.num_experts, padded=has_grouped_product(experts[0], dtype)
+            experts,
+            self.config.num_experts,
+            padded=has_grouped_product(experts[0], dtype),
+            compiled=self._compiled,
         )
         is_target = self.step.is_target
         num_targets = self.step.num_targets
         if is_target is None or num_targets is None:
             return [*map(TileRouting, experts, rows)]
         lengths = [logits.shape[1] for logits in logits_BSX]
-        sum_dtype = logits_BSX[0].dtype
-        # The targets of this rank's tokens, among those that tp ranks share. In float64, because
-        # float32 cannot count beyond 2 ** 24.
-        own_BS = is_target.split(sum(lengths), dim=1)[self.dispatcher.tp_rank].double()
-        targets_BS = own_BS.split(lengths, dim=1)
-        by_sequence = [*map(self._counts, experts, targets_BS)]
-        counts_BX = torch.stack(by_sequence).sum(0)
-        self._add_statistics(counts_BX.sum(0), logits_BSX, targets_BS)
-        loads = self._loads(counts_BX, lengths)
-        shares = [(each / num_targets).to(sum_dtype).flatten() for each in targets_BS]
-        return [*map(TileRouting, experts, rows, shares, (each.to(sum_dtype) for each in loads))]
+        # The targets of this rank's tokens, among those that tp ranks share.
+        own_BS = is_target.split(sum(lengths), dim=1)[self.dispatcher.tp_rank]
+        run = self._compiled(tile_sums)
+        sums: list[TileSums] = [
+            run(logits.flatten(0, 1), of_tile, target, num_targets, self.rule)
+            for logits, of_tile, target in zip(
+                logits_BSX, experts, own_BS.split(lengths, dim=1), strict=True
+            )
+        ]
+        if self.statistics is not None:
+            for of_tile in sums:
+                self.statistics += of_tile.statistics
+        loads = self._loads(sums, lengths, logits_BSX[0].dtype)
+        return [*map(TileRouting, experts, rows, (each.share for each in sums), loads)]
 
-    def _counts(self, experts_NK: Tensor, target_BS: Tensor) -> Tensor:
-        """[B, X], tokens with a target of each expert."""
-        is_target_NK = target_BS.flatten()[:, None].expand_as(experts_NK)
-        counts_NX = is_target_NK.new_zeros(len(experts_NK), self.config.num_experts)
-        return counts_NX.scatter_(1, experts_NK, is_target_NK).view(*target_BS.shape, -1).sum(1)
-
-    def _loads(self, counts_BX: Tensor, lengths: Sequence[int]) -> list[Tensor]:
+    def _loads(
+        self, sums: Sequence[TileSums], lengths: Sequence[int], dtype: torch.dtype
+    ) -> list[Tensor]:
         """Loads for each tile of these lengths, [N, X]."""
         if not self.step.balances_sequences:
-            return [
-                self.get_buffer("last_load").expand(len(counts_BX) * length, -1)
-                for length in lengths
-            ]
-        counts_BX = self.dispatcher.sum_over_sequence(counts_BX.clone())
+            load_X = self.get_buffer("last_load").to(dtype)
+            return [load_X.expand(len(each.share), -1) for each in sums]
+        counts_BX = torch.stack([each.counts for each in sums]).sum(0)
+        counts_BX = self.dispatcher.sum_over_sequence(counts_BX)
         load_BX = counts_BX / counts_BX.mean(-1, keepdim=True).clamp(min=SUM_FLOOR)
-        return [load_BX.repeat_interleave(length, dim=0) for length in lengths]
+        return [load_BX.to(dtype).repeat_interleave(length, dim=0) for length in lengths]
 
     def expert_weights(self, logits_NX: Tensor, routing: TileRouting) -> Tensor:
         """[N, K]; losses of the router add their gradients here."""
-        scores_NX = self.scores(logits_NX)
-        config = self.config
-        weight_NK = scores_NX.gather(1, routing.experts)
-        # A softmax over experts cannot sum to zero over the best ones; sigmoids can.
-        if config.normalize_top_k:
-            floor = SUM_FLOOR if config.router == "sigmoid" else 0
-            weight_NK = weight_NK / (weight_NK.sum(-1, keepdim=True) + floor)
-        if config.router_scaling != 1:
-            weight_NK = weight_NK * config.router_scaling
         step = self.step
         if routing.share is None or routing.load is None or not (step.balance_loss or step.z_loss):
-            return weight_NK
-        # num_experts * sum(f P), f the share of tokens and P the mean probability of an expert
-        # (Switch Transformer, Fedus et al., 2021): `load` is num_experts f.
-        balance = (routing.share * (routing.load * probabilities(scores_NX)).sum(-1)).sum()
-        z = (routing.share * logits_NX.logsumexp(-1).square()).sum()
-        attached_NK: Tensor = AttachLoss.apply(
-            weight_NK, step.balance_loss * balance + step.z_loss * z
+            return cast(
+                Tensor, self._compiled(expert_weights)(logits_NX, routing.experts, self.rule)
+            )
+        weight_NK, loss = self._compiled(weights_and_loss)(
+            logits_NX,
+            routing.experts,
+            self.rule,
+            routing.share,
+            routing.load,
+            step.balance_loss,
+            step.z_loss,
         )
+        attached_NK: Tensor = AttachLoss.apply(weight_NK, loss)
         return attached_NK
 
-    # ---- statistics of a step
-
-    def reset_statistics(self) -> None:
-        """Starts the sums of a step at zero."""
-        load_X = self.get_buffer("last_load")
-        self.statistics = load_X.new_zeros(router_statistics(len(load_X)), dtype=torch.float64)
-
-    def _add_statistics(
-        self, counts_X: Tensor, logits_BSX: Sequence[Tensor], targets_BS: Sequence[Tensor]
-    ) -> None:
-        if self.statistics is None:
-            return
-        self.statistics[: len(counts_X)] += counts_X
-        for logits, target in zip(logits_BSX, targets_BS, strict=True):
-            logits_NX = logits.flatten(0, 1)
-            target_N = target.flatten()
-            share_NX = probabilities(self.scores(logits_NX)).double()
-            entropy_N = -share_NX.xlogy(share_NX).sum(-1)
-            z_N = logits_NX.double().logsumexp(-1).square()
-            sums = (target_N @ share_NX, (target_N @ entropy_N)[None], (target_N @ z_N)[None])
-            self.statistics[len(counts_X) :] += torch.cat(sums)
+    def _compiled(self, piece: Callable[..., Any]) -> Callable[..., Any]:
+        return piece if self.compile_piece is None else self.compile_piece(piece)
 
     # ---- the experts
 
@@ -290,35 +238,3 @@ class MixtureOfExperts(SublayerModule):
             return run_experts(x_TE, None, RowGroups([len(x_TE)]), parameters, options)
 
         return self.dispatcher.shared(x_NE, run, is_needed=needs_output)
-
-
-def router_statistics(num_experts: int) -> int:
-    """Number of sums: tokens of each expert, probability of each, then entropy and squared
-    log-sum-exp.
-    """
-    return 2 * num_experts + 2
-
-
-def probabilities(scores_NX: Tensor) -> Tensor:
-    """Scores relative to their sum, which is 1 for a softmax already."""
-    return scores_NX / scores_NX.sum(-1, keepdim=True)
-
-
-def _first(scores_NX: Tensor, count: int) -> Tensor:
-    """Indices of the best scores, and of equal ones the first."""
-    # A copy: a view would keep the places of all experts alive until the backward pass.
-    return scores_NX.sort(dim=-1, descending=True, stable=True).indices[:, :count].contiguous()
-
-
-class AttachLoss(torch.autograd.Function):
-    """Returns `x`; its backward pass also starts that of `loss`, with a gradient of 1."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, loss: Tensor) -> Tensor:
-        ctx.loss = loss.dtype, loss.device
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor]:
-        dtype, device = ctx.loss
-        return grads[0], torch.ones((), dtype=dtype, device=device)

@@ -10,7 +10,7 @@ dim, F rotary frequencies, D document boundaries.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -24,8 +24,9 @@ from models.feed_forward import FeedForward
 from models.layers import NORMS, LayerKind
 from models.linear import Embedding, identity
 from models.loss_head import LossHead
-from models.moe import MixtureOfExperts, RouterStep
+from models.moe import MixtureOfExperts
 from models.norm import RMSNorm, config_norm
+from models.router import RouterStep
 from models.sublayer import Sublayer, SublayerModule
 from models.tiling import CompilePiece
 
@@ -145,6 +146,13 @@ class Transformer(nn.Module):
             {name: tuple(x.shape) for name, x in self.named_parameters()}
         ):
             raise ValueError("; ".join(problems))
+
+    def compile_blocks(self, **options: Any) -> None:
+        """Compiles each block as one graph, or as those around its mixture of experts, in which
+        the host may wait.
+        """
+        for block in self.transformer_blocks():
+            block.compile(fullgraph=block.kind.feed_forward != "moe", **options)
 
     def compile_pieces(self, compile_piece: CompilePiece) -> None:
         """Compiles the pieces of the loss head and of experts, which are not compiled with their

@@ -28,18 +28,13 @@ from torch import Tensor
 from models.attention import SINKS, Attention
 from models.moe import MixtureOfExperts
 from models.sublayer import LocalGraph, Weights, weight_grad
-from models.tiling import CompilePiece, TokenTiles
+from models.tiling import CompilePiece, TokenTiles, eager
 from models.transformer import TransformerBlock
 from parallelisms.expert_recompute import ExpertHalf
 from parallelisms.sublayer_pass import SublayerPass
 
 AttentionOutputs = list[tuple[Tensor, Tensor]]
 """Output [B, T, N, H] and log-sum-exp of each head group."""
-
-
-def eager(piece: Callable[..., Any]) -> Callable[..., Any]:
-    """Leaves a piece as it is."""
-    return piece
 
 
 def compiler(**options: Any) -> CompilePiece:

@@ -12,7 +12,8 @@ With sequence parallelism every tp rank sends its own tokens, so each goes over 
 all tp ranks have and send the same tokens.
 
 Shape suffixes: N tokens of a tile on this rank, E model dim, X experts of this rank, K experts of
-a token, R rows, S sources of rows, P ranks of ep, Q ranks of tp.
+a token, R rows, S sources of rows, B blocks of rows of one source and expert, P ranks of ep, Q
+ranks of tp.
 """
 
 from __future__ import annotations
@@ -37,6 +38,7 @@ from models.dispatch import (
 )
 from models.linear import set_local_view
 from models.row_groups import RowGroups, RowPlaces, padded_ends, padded_shifts
+from models.tiling import CompilePiece, eager
 from models.transformer import Transformer
 from parallelisms.mesh import collectives
 from parallelisms.mesh.mesh import Mesh
@@ -131,10 +133,17 @@ class RankDispatcher:
             num_tiles = int(collectives.max_over_ranks(group, [num_tiles])[0])
         return num_tiles
 
-    def rows(self, experts_NK: Sequence[Tensor], num_experts: int, *, padded: bool) -> list[Rows]:
+    def rows(
+        self,
+        experts_NK: Sequence[Tensor],
+        num_experts: int,
+        *,
+        padded: bool,
+        compiled: CompilePiece = eager,
+    ) -> list[Rows]:
         if self._ep_group is None and self._gather_group is None:
-            return own_rows(experts_NK, num_experts, padded=padded)
-        ordered = [sort_by_expert(experts, num_experts) for experts in experts_NK]
+            return own_rows(experts_NK, num_experts, padded=padded, compiled=compiled)
+        ordered = [sort_by_expert(experts, num_experts, compiled) for experts in experts_NK]
         # [tiles, experts of all ranks]
         counts = torch.stack([counts_X for *_, counts_X in ordered])
         by_ep = (
@@ -147,22 +156,30 @@ class RankDispatcher:
             if self._gather_group is None
             else collectives.all_gather_async(by_ep, self._gather_group).wait()
         )
+        on_host = by_tp.cpu()
         return [
-            self._route(rows, by_tp_tile, padded=padded)
-            for (rows, _), by_tp_tile in zip(ordered, by_tp.cpu().unbind(2), strict=True)
+            self._route(rows, *counts_QPX, padded=padded)
+            for (rows, _), *counts_QPX in zip(
+                ordered, by_tp.unbind(2), on_host.unbind(2), strict=True
+            )
         ]
 
-    def _route(self, rows: Rows, counts_QPX: Tensor, *, padded: bool) -> Rows:
-        """Route of a tile from the rows of each tp and ep rank for each expert."""
+    def _route(
+        self, rows: Rows, counts_QPX: Tensor, host_counts_QPX: Tensor, *, padded: bool
+    ) -> Rows:
+        """Route of a tile from the rows of each tp and ep rank for each expert, which are on the
+        device and on the host.
+        """
         ep_rank, ep = (
             (0, 1) if self._ep_group is None else (self._ep_group.rank(), self._ep_group.size())
         )
         # [tp rank, ep rank that sends, ep rank that receives, its experts]
-        by_owner_QPPX = counts_QPX.unflatten(2, (ep, -1))
+        by_owner_QPPX = host_counts_QPX.unflatten(2, (ep, -1))
         own_QPX = by_owner_QPPX[:, :, ep_rank]
         sent_P = by_owner_QPPX[self.tp_rank, ep_rank].sum(-1)
         received_P = own_QPX[self.tp_rank].sum(-1)
-        arrived, groups = _places(own_QPX.flatten(0, 1), rows.place.device, padded=padded)
+        counts_SX = counts_QPX.unflatten(2, (ep, -1))[:, :, ep_rank].flatten(0, 1)
+        arrived, groups = _places(counts_SX, own_QPX.sum((0, 1)), padded=padded)
         route = Route(
             (sent_P.tolist(), received_P.tolist()), own_QPX.sum((1, 2)).tolist(), arrived
         )
@@ -307,38 +324,29 @@ class AllToAll:
 
 
 def _places(
-    counts_SX: Tensor, device: torch.device, *, padded: bool
+    counts_SX: Tensor, host_counts_X: Tensor, *, padded: bool
 ) -> tuple[RowPlaces, RowGroups]:
     """Places and groups of every source's rows for each expert; they arrive one source after the
     other.
+
+    Computed where `counts_SX` is: the host, which has the counts of all sources together, gives
+    the lengths alone.
     """
-    source_R = _sorted_by_expert(counts_SX)
-    counts_X = counts_SX.sum(0)
-    place_R = torch.arange(len(source_R))
-    num_places = len(source_R)
-    groups = RowGroups(counts_X.tolist())
-    if padded and num_places:
+    num_rows = num_places = int(host_counts_X.sum())
+    groups = RowGroups(host_counts_X.tolist())
+    # Rows arrive in blocks by source, then expert, and are put by expert, then source.
+    arrival_ends_B = counts_SX.flatten().cumsum(0).view_as(counts_SX).T.flatten()
+    ends_B = counts_SX.T.flatten().cumsum(0)
+    place_R = torch.arange(num_rows, device=counts_SX.device)
+    block_R = torch.searchsorted(ends_B, place_R, right=True)
+    source_R = place_R + (arrival_ends_B - ends_B)[block_R]
+    if padded and num_rows:
+        counts_X = counts_SX.sum(0)
         ends_X = padded_ends(counts_X)
-        place_R += padded_shifts(counts_X, ends_X).repeat_interleave(counts_X)
-        num_places = int(ends_X[-1])
-        groups = RowGroups((), ends_X.int().to(device, non_blocking=True))
-    source_R, place_R = (each.to(device, non_blocking=True) for each in (source_R, place_R))
+        place_R = place_R + padded_shifts(counts_X, ends_X)[block_R // len(counts_SX)]
+        num_places = int(padded_ends(host_counts_X)[-1])
+        groups = RowGroups((), ends_X.int())
     return RowPlaces.sorted(source_R, place_R, num_places), groups
-
-
-def _sorted_by_expert(counts_SX: Tensor) -> Tensor:
-    """The rows of every source, which arrive one source after the other, ordered by expert
-    instead.
-    """
-    # Rows arrive in blocks by source, then expert. Sorted by expert, then source, a block begins
-    # at `before` and moves there from its start.
-    starts_SX = (counts_SX.flatten().cumsum(0) - counts_SX.flatten()).view_as(counts_SX)
-    counts = counts_SX.T.flatten()
-    starts = starts_SX.T.flatten()
-    before = counts.cumsum(0) - counts
-    return torch.arange(int(counts.sum()), device=counts.device) + (
-        starts - before
-    ).repeat_interleave(counts)
 
 
 def _all_reduce(x: Tensor, *, group: ProcessGroup) -> Tensor:

@@ -19,11 +19,11 @@ from torch import Tensor
 from models.batch import Batch
 from models.config import ModelConfig
 from models.rope_config import RopeConfig
-from models.tiling import bytes_per_token
+from models.tiling import bytes_per_token, eager
 from models.transformer import Transformer
 from parallelisms import activation_checkpoint
 from parallelisms.activation_checkpoint import RecomputeConfig, RecomputePolicy
-from parallelisms.block_recompute import Tiling, compiler, eager
+from parallelisms.block_recompute import Tiling, compiler
 
 TOLERANCE = 1e-9
 ROUNDED = 1e-6
@@ -117,8 +117,7 @@ def _wrong_gradients(
     tiling = Tiling(head_groups, tile_bytes, compiler(backend=backend) if is_compiled else eager)
     activation_checkpoint.apply(model, RecomputeConfig(policy, tiling=tiling))
     if is_compiled and policy == "none":
-        for block in model.transformer_blocks():
-            block.compile(fullgraph=True, backend=backend)
+        model.compile_blocks(backend=backend)
     if is_compiled:
         model.compile_pieces(tiling.compile)
     with warnings.catch_warnings(action="ignore"):  # Dynamo's own.

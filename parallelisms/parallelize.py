@@ -37,9 +37,7 @@ def parallelize(
     activation_checkpoint.apply(model, recompute_config)
     # Recomputed blocks compile their tile operations.
     if compiled and recompute_config.policy == "none":
-        for block in model.transformer_blocks():
-            # The host waits for the counts of experts.
-            block.compile(fullgraph=block.kind.feed_forward != "moe")
+        model.compile_blocks()
     if compiled:
         model.compile_pieces(recompute_config.tiling.compile)
     stored_dtype = next(model.parameters()).dtype

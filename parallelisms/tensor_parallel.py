@@ -140,9 +140,7 @@ class TensorParallelizer:
         set_local_view(
             module,
             name,
-            partial(replicated_part, group_name=self._group_name)
-            if is_partial
-            else collectives.to_local,
+            partial(replicated_part, group_name=self._group_name) if is_partial else local_part,
         )
 
     def select_kv_head(
@@ -227,9 +225,16 @@ class TensorParallelizer:
         )
 
 
+def local_part(weight: Tensor) -> Tensor:
+    """`to_local`, also where dynamo traces: it finds no such method by its name."""
+    from torch.distributed.tensor import DTensor
+
+    return weight.to_local() if isinstance(weight, DTensor) else weight
+
+
 def replicated_part(weight: Tensor, *, group_name: str, rows: slice | None = None) -> Tensor:
     """A replicated weight, or these rows of it, whose gradient is summed over the tp ranks."""
-    local: Tensor = CopyWeightToTP.apply(collectives.to_local(weight), group_name, 0)
+    local: Tensor = CopyWeightToTP.apply(local_part(weight), group_name, 0)
     return local if rows is None else local[rows]
 
 

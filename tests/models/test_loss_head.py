@@ -18,7 +18,7 @@ from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from models import loss_head
+from models import wide_products
 from models.attention_core import LocalAttentionCore
 from models.batch import IGNORE_INDEX
 from models.loss_head import (
@@ -445,39 +445,7 @@ def test_a_compiled_model_compiles_its_loss_head() -> None:
 # ---- passes over the logits
 
 
-def wide_mm(
-    x: Tensor, y: Tensor, *, out_dtype: torch.dtype | None = None, out: Tensor | None = None
-) -> Tensor:
-    """`torch.mm`, with CUDA's `out_dtype` on the CPU."""
-    return (
-        aten.mm(x, y)
-        if out is None and out_dtype is None
-        else _wide(x, y, out_dtype or x.dtype, out)
-    )
-
-
-def _wide(x: Tensor, y: Tensor, dtype: torch.dtype, out: Tensor | None) -> Tensor:
-    product = aten.mm(x.double(), y.double()).to(dtype)
-    return product if out is None else out.copy_(product)
-
-
-def wide_addmm(
-    total: Tensor, x: Tensor, y: Tensor, *, out_dtype: torch.dtype, out: Tensor
-) -> Tensor:
-    assert total.dtype == out.dtype == out_dtype == torch.float32
-    assert total is out
-    return out.addmm_(x.float(), y.float())
-
-
-@pytest.fixture
-def wide_products(monkeypatch: pytest.MonkeyPatch) -> None:
-    """16-bit products that are returned in float32, as on CUDA."""
-    monkeypatch.setattr(loss_head, "products_are_wide", lambda x: x.dtype == torch.bfloat16)
-    monkeypatch.setattr(torch, "mm", wide_mm)
-    monkeypatch.setattr(torch, "addmm", wide_addmm)
-
-
-@pytest.mark.usefixtures("wide_products")
+@pytest.mark.usefixtures("products_as_on_cuda")
 def test_wide_products_round_neither_logits_nor_the_sum_of_the_weight_gradient() -> None:
     x_BSE, weight_VE, labels_BS = inputs(torch.bfloat16)
     losses_BS = linear_cross_entropy(x_BSE, weight_VE, labels_BS, 5)
@@ -507,15 +475,15 @@ def test_eager_passes_move_30_bytes_for_each_float32_logit_of_a_16_bit_gradient(
 def test_only_16_bit_tensors_on_cuda_have_products_in_float32() -> None:
     with FakeTensorMode():
         x_CE, weight_VE = (torch.empty(n, 8, device="cuda", dtype=torch.bfloat16) for n in (7, 32))
-        assert loss_head.products_are_wide(x_CE)
-        assert not loss_head.products_are_wide(x_CE.float())
-        assert loss_head.logit_product(x_CE, weight_VE).dtype == torch.float32
-    assert not loss_head.products_are_wide(torch.empty(1, dtype=torch.bfloat16))
+        assert wide_products.products_are_wide(x_CE)
+        assert not wide_products.products_are_wide(x_CE.float())
+        assert wide_products.wide_product(x_CE, weight_VE).dtype == torch.float32
+    assert not wide_products.products_are_wide(torch.empty(1, dtype=torch.bfloat16))
 
 
 def test_products_are_added_up_by_an_overload_of_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     """On the meta device, which knows the overloads of CUDA."""
-    monkeypatch.setattr(loss_head, "products_are_wide", lambda _: True)
+    monkeypatch.setattr(wide_products, "products_are_wide", lambda _: True)
     x_CE, grad_CV, total_VE = (
         torch.empty(shape, device="meta", dtype=dtype)
         for shape, dtype in (
@@ -525,7 +493,7 @@ def test_products_are_added_up_by_an_overload_of_torch(monkeypatch: pytest.Monke
         )
     )
     with OverloadRecorder() as seen:
-        loss_head.add_weight_grad(total_VE, grad_CV, x_CE)
+        wide_products.add_weight_grad(total_VE, grad_CV, x_CE)
     assert seen.overloads == [aten.addmm.dtype_out]
 
 

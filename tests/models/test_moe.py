@@ -18,9 +18,10 @@ from models.dispatch import Rows, padded_rows, sort_by_expert, to_rows, to_token
 from models.hf import SafetensorsReader
 from models.hf_tensors import tensor_specs
 from models.moe import MixtureOfExperts
+from models.router import statistics_length
 from models.row_groups import RowGroups
-from models.tiling import CompilePiece
-from parallelisms.block_recompute import compiler, eager
+from models.tiling import CompilePiece, eager
+from parallelisms.block_recompute import compiler
 from tests.models.dense_model import RouterLosses, dense_gradients
 from tests.models.small_models import (
     DEEPSEEK,
@@ -355,7 +356,7 @@ def test_evaluation_counts_nothing_and_adds_no_loss() -> None:
     batch = packed([9, 4], vocab_size=OLMOE.vocab_size)
     model.router_step.balance_loss = 5.0
     for layer in model.expert_layers():
-        layer.reset_statistics()
+        layer.statistics = torch.zeros(statistics_length(OLMOE.num_experts), dtype=torch.float64)
     _, found = gradients(model, batch)
     _, expected = dense_gradients(model, batch)
     assert largest_difference(found, expected) <= 1e-12

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from models.moe import router_statistics
+from models.router import statistics_length
 from tests.models.small_models import DEEPSEEK, small_model
 from tests.system.in_process import configured, trainer_of
 from tests.system.runs import write_run
@@ -20,7 +20,7 @@ EXPERTS = DEEPSEEK.num_experts
 
 def sums_of(counts: list[list[float]]) -> Tensor:
     """Statistics of two layers."""
-    rows = torch.zeros(len(counts), router_statistics(EXPERTS), dtype=torch.float64)
+    rows = torch.zeros(len(counts), statistics_length(EXPERTS), dtype=torch.float64)
     rows[:, :EXPERTS] = torch.tensor(counts)
     return rows.flatten()
 

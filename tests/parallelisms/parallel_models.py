@@ -12,12 +12,12 @@ from torch import distributed
 from models.attention_core import LocalAttentionCore
 from models.batch import Batch
 from models.config import ModelConfig
-from models.tiling import CompilePiece
+from models.tiling import CompilePiece, eager
 from models.transformer import Transformer
 from parallelisms import activation_checkpoint
 from parallelisms.activation_checkpoint import RecomputeConfig
 from parallelisms.activation_offload import HostActivationPool
-from parallelisms.block_recompute import Tiling, compiler, eager
+from parallelisms.block_recompute import Tiling, compiler
 from parallelisms.fsdp import FSDPConfig
 from parallelisms.init_weights import initialize
 from parallelisms.mesh.mesh import Mesh

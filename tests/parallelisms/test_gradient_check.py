@@ -16,7 +16,7 @@ from models.layers import MIXERS, Parameter
 from parallelisms import gradient_check
 from parallelisms.activation_checkpoint import RecomputePolicy
 from parallelisms.block_recompute import Tiling, compiler
-from tests.models.small_models import NORMED, SMALL
+from tests.models.small_models import DEEPSEEK, NORMED, OLMOE, SMALL
 from trainer.config import model as model_section
 from trainer.config.parse import load
 from trainer.errors import RankFailedError
@@ -45,10 +45,19 @@ def lost_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(
-    "policy", [pytest.param("none", marks=pytest.mark.slow), "keep_attention"]
+    ("policy", "config"),
+    [
+        pytest.param("none", NORMED, marks=pytest.mark.slow),
+        ("keep_attention", NORMED),
+        ("none", OLMOE),
+        ("keep_attention", DEEPSEEK),
+    ],
 )
-def test_compiled_blocks_have_the_gradients_of_eager_ones(policy: RecomputePolicy) -> None:
-    gradient_check.verify_gradients(NORMED, policy, COMPILED)
+def test_compiled_blocks_have_the_gradients_of_eager_ones(
+    policy: RecomputePolicy, config: ModelConfig
+) -> None:
+    """Those with experts too, in which the host may wait."""
+    gradient_check.verify_gradients(config, policy, COMPILED)
 
 
 @pytest.mark.usefixtures("lost_gradients")

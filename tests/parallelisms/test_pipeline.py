@@ -18,11 +18,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from models.attention_core import LocalAttentionCore
 from models.batch import Batch
 from models.config import ModelConfig
+from models.tiling import eager
 from models.transformer import Transformer
 from parallelisms import activation_checkpoint
 from parallelisms.activation_checkpoint import RecomputeConfig
 from parallelisms.activation_offload import HostActivationPool
-from parallelisms.block_recompute import Tiling, compiler, eager
+from parallelisms.block_recompute import Tiling, compiler
 from parallelisms.context.context_parallel import ContextParallel
 from parallelisms.fsdp import FSDPConfig
 from parallelisms.mesh import collectives

@@ -16,11 +16,11 @@ from torch import Tensor, distributed
 
 from models import tiling
 from models.config import ModelConfig
-from models.tiling import CompilePiece
+from models.tiling import CompilePiece, eager
 from models.transformer import Transformer
 from parallelisms import activation_checkpoint, fsdp, tensor_parallel
 from parallelisms.activation_checkpoint import RecomputeConfig
-from parallelisms.block_recompute import Tiling, compiler, eager
+from parallelisms.block_recompute import Tiling, compiler
 from parallelisms.init_weights import initialize, local_ranges
 from parallelisms.mesh.collectives import all_reduce, full_tensor, to_local
 from parallelisms.mesh.mesh import Mesh

@@ -10,8 +10,9 @@ import torch
 import torch.distributed.fsdp
 from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy
 
+from models.tiling import eager
 from parallelisms.activation_checkpoint import RecomputeConfig
-from parallelisms.block_recompute import Tiling, eager
+from parallelisms.block_recompute import Tiling
 from parallelisms.mesh.collectives import to_local
 from tests.system.in_process import configured, trainer_of
 from tests.system.runs import forked, write_run

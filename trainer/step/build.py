@@ -18,11 +18,12 @@ from models.attention_core import LocalAttentionCore
 from models.batch import Batch
 from models.config import StageSpec
 from models.linear import identity
+from models.tiling import eager
 from models.transformer import Transformer
 from parallelisms import tensor_parallel
 from parallelisms.activation_checkpoint import RecomputeConfig
 from parallelisms.activation_offload import HostActivationPool
-from parallelisms.block_recompute import Tiling, compiler, eager
+from parallelisms.block_recompute import Tiling, compiler
 from parallelisms.context.context_parallel import ContextParallel
 from parallelisms.fsdp import FSDPConfig
 from parallelisms.gradient_check import verify_gradients

@@ -15,7 +15,8 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from models.config import ModelConfig
-from models.moe import MixtureOfExperts, router_statistics
+from models.moe import MixtureOfExperts
+from models.router import statistics_length
 from models.transformer import Transformer
 from parallelisms.mesh.collectives import all_reduce
 from trainer.config.sections import TrainingSection
@@ -52,15 +53,21 @@ class Routers:
             self._layers |= {
                 places[index]: each for index, each in blocks if isinstance(each, MixtureOfExperts)
             }
+        self._num_experts = stage_modules[0].config.num_experts
+        self._own = torch.empty(0)
+        """Statistics of the step under way, a row for each layer."""
 
     def begin_step(self, num_targets: Tensor) -> None:
-        """Resets the statistics. `num_targets`: those of the global batch, over which losses are
+        """Begins the statistics. `num_targets`: those of the global batch, over which losses are
         averaged.
         """
         for step in self._steps:
             step.num_targets = num_targets
-        for layer in self._layers.values():
-            layer.reset_statistics()
+        if self._layers:
+            shape = len(self._layers), statistics_length(self._num_experts)
+            self._own = torch.zeros(shape, dtype=torch.float64, device=num_targets.device)
+            for layer, of_layer in zip(self._layers.values(), self._own, strict=True):
+                layer.statistics = of_layer
 
     def end_step(self, sums: Tensor) -> None:
         """Writes this rank's statistics of the step to the rows [layer, ...] of its layers."""
@@ -68,16 +75,11 @@ class Routers:
             step.num_targets = None
         if not self._layers:
             return
-        own = torch.stack(
-            [layer.statistics for layer in self._layers.values() if layer.statistics is not None]
-        )
         # Each tp rank routes its own tokens, but the metric vector is reduced once per tp group.
         if self._tp_group is not None:
-            all_reduce(self._tp_group, own)
-        if self._places is None:
-            self._places = torch.tensor([*self._layers], device=sums.device)
+            all_reduce(self._tp_group, self._own)
         # Other stages fill their own rows, so that the sum over ranks has every layer once.
-        sums.view(-1, own.shape[1]).index_copy_(0, self._places, own)
+        self._rows(sums).index_copy_(0, self._places_on(sums.device), self._own)
 
     def adjust(self, sums: Tensor, finite: Tensor) -> None:
         """Sets load and correction bias from the statistics of all ranks, unless the step is
@@ -85,19 +87,35 @@ class Routers:
 
         Without a host sync.
         """
-        for place, layer in self._layers.items():
-            load_X = layer.get_buffer("last_load")
-            bias_X = layer._buffers.get("correction_bias")
-            counts_X = sums.view(-1, router_statistics(len(load_X)))[place, : len(load_X)]
-            mean = counts_X.mean()
-            # A tensor, not an `if`: the host must not wait to know whether the step is skipped.
-            is_counted = finite & (mean > 0)
-            load_X.copy_(torch.where(is_counted, counts_X / mean, load_X))
-            if bias_X is not None:
-                # Auxiliary-loss-free balancing (DeepSeek-V3): a fixed step up for experts below
-                # the mean, down above.
-                step_X = self._section.correction_bias_rate * (mean - counts_X).sign()
-                bias_X.add_(torch.where(is_counted, step_X, 0))
+        if not self._layers:
+            return
+        of_layers = self._rows(sums).index_select(0, self._places_on(sums.device))
+        counts_LX = of_layers[:, : self._num_experts]
+        mean_L1 = counts_LX.mean(-1, keepdim=True)
+        # A tensor, not an `if`: the host must not wait to know whether the step is skipped.
+        is_counted_L1 = finite & (mean_L1 > 0)
+        loads = [layer.get_buffer("last_load") for layer in self._layers.values()]
+        _write(loads, torch.where(is_counted_L1, counts_LX / mean_L1, torch.stack(loads)))
+        if all("correction_bias" in layer._buffers for layer in self._layers.values()):
+            biases = [layer.get_buffer("correction_bias") for layer in self._layers.values()]
+            # Auxiliary-loss-free balancing (DeepSeek-V3): a fixed step up for experts below the
+            # mean, down above.
+            step_LX = self._section.correction_bias_rate * (mean_L1 - counts_LX).sign()
+            _write(biases, torch.stack(biases) + torch.where(is_counted_L1, step_LX, 0))
+
+    def _rows(self, sums: Tensor) -> Tensor:
+        """[layers of the model, `statistics_length`]."""
+        return sums.view(-1, statistics_length(self._num_experts))
+
+    def _places_on(self, device: torch.device) -> Tensor:
+        if self._places is None:
+            self._places = torch.tensor([*self._layers], device=device)
+        return self._places
+
+
+def _write(buffers: Sequence[Tensor], rows: Tensor) -> None:
+    for buffer, row in zip(buffers, rows, strict=True):
+        buffer.copy_(row)
 
 
 def expert_layers(model: ModelConfig) -> list[int]:
@@ -114,7 +132,7 @@ def router_metrics(
     `expert_load` lists, for each layer, the tokens of every expert over their mean.
     """
     experts = model.num_experts
-    width = router_statistics(model.num_experts)
+    width = statistics_length(model.num_experts)
     rows = [sums[start : start + width] for start in range(0, len(sums), width)]
     loads = []
     dead = 0

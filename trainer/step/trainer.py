@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from models.batch import Batch
-from models.moe import router_statistics
+from models.router import statistics_length
 from parallelisms.fsdp import fsdp_modules
 from parallelisms.mesh.collectives import all_reduce
 from trainer.config.job_config import Config, TrainingStage
@@ -192,7 +192,7 @@ class Trainer:
         self.step = 0
         self.next_sequence = 0
         """First sequence of the next step, counted within the training stage."""
-        router_sums = len(expert_layers(model)) * router_statistics(model.num_experts)
+        router_sums = len(expert_layers(model)) * statistics_length(model.num_experts)
         self.accumulator = MetricAccumulator(
             self.mesh, world.device, num_sources=len(dataset.names), router_sums=router_sums
         )

@@ -19,7 +19,8 @@ from models.batch import Batch
 from models.device_paths import traced_as_gpu
 from models.dispatch import Rows, padded_rows, sort_by_expert
 from models.dtypes import accumulation_dtype
-from models.row_groups import RowGroups, RowPlaces
+from models.row_groups import RowGroups
+from models.tiling import CompilePiece
 from parallelisms.expert_parallel import RankDispatcher
 from trainer.step.trainer import Trainer
 from trainer.trace.operators import OpCounterMode
@@ -91,9 +92,11 @@ def balanced_experts(counter: OpCounterMode) -> Iterator[None]:
         size, remainder = divmod(experts_NK.numel(), num_experts)
         return [size + (expert < remainder) for expert in range(num_experts)]
 
-    def own_rows(experts: Sequence[Tensor], num_experts: int, *, padded: bool) -> list[Rows]:
+    def own_rows(
+        experts: Sequence[Tensor], num_experts: int, *, padded: bool, compiled: CompilePiece
+    ) -> list[Rows]:
         if padded:
-            return [padded_rows(each, num_experts) for each in experts]
+            return [padded_rows(each, num_experts, compiled) for each in experts]
         groups = [RowGroups(counts_of(each, num_experts)) for each in experts]
         return [
             sort_by_expert(each, num_experts)[0]._replace(groups=of)
@@ -101,31 +104,26 @@ def balanced_experts(counter: OpCounterMode) -> Iterator[None]:
         ]
 
     def rows_of_ranks(
-        self: Any, experts: Sequence[Tensor], num_experts: int, *, padded: bool
+        self: Any,
+        experts: Sequence[Tensor],
+        num_experts: int,
+        *,
+        padded: bool,
+        compiled: CompilePiece,
     ) -> list[Rows]:
         if self._ep_group is None and self._gather_group is None:
-            return own_rows(experts, num_experts, padded=padded)
+            return own_rows(experts, num_experts, padded=padded, compiled=compiled)
+        ranks = [
+            1 if group is None else group.size() for group in (self._gather_group, self._ep_group)
+        ]
         found = []
-        for each, (rows, _) in zip(
-            experts, [sort_by_expert(each, num_experts) for each in experts], strict=True
-        ):
+        for each in experts:
+            rows, _ = sort_by_expert(each, num_experts, compiled)
+            on_device = counter.new_int64(*ranks, num_experts)
             # Counts are real integers, because split sizes depend on them.
             with unset_fake_temporarily():
-                groups = [
-                    1 if group is None else group.size()
-                    for group in (self._gather_group, self._ep_group)
-                ]
-                counts = torch.tensor(counts_of(each, num_experts)).expand(*groups, -1)
-                routed = self._route(rows._replace(place=torch.empty(0)), counts, padded=padded)
-            arrived = RowPlaces(*(counter.new_int64(len(each)) for each in routed.route.arrived))
-            ends = (
-                None
-                if routed.groups.ends is None
-                else counter.new_int64(len(routed.groups.ends)).int()
-            )
-            route = routed.route._replace(arrived=arrived)
-            groups = routed.groups._replace(ends=ends)
-            found.append(routed._replace(place=rows.place, groups=groups, route=route))
+                on_host = torch.tensor(counts_of(each, num_experts)).expand(*ranks, -1)
+            found.append(self._route(rows, on_device, on_host, padded=padded))
         return found
 
     with (

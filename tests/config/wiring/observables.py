@@ -28,7 +28,7 @@ from torch.utils._pytree import tree_leaves
 from models import kernel_check
 from models.hf_config_write import model_config_to_hf
 from models.norm import RMSNorm
-from parallelisms.block_recompute import eager
+from models.tiling import eager
 from tests.config.wiring import runs
 from tests.config.wiring.cases import Task
 from tests.plan.counted_steps import OPERATORS
