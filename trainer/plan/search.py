@@ -115,24 +115,28 @@ def search(
     device: DeviceSpec,
     *,
     max_results: int = MAX_RESULTS,
+    min_traced: int = MAX_RESULTS,
     pinned: Sequence[str] = (),
     trace: Trace = traced_plans,
 ) -> SearchResult:
     """The fastest layouts of a configuration on `world_size` devices.
 
-    `pinned` keys keep their values, but for "auto". Raises ConfigError for a configuration that is
+    `min_traced`: meshes to trace in a round, if there are as many. A single trace corrects the
+    estimates of all others alike, whatever they differ in, so 1 is for asking what fits. `pinned`
+    keys keep their values, but for "auto". Raises ConfigError for a configuration that is
     wrong on any mesh, or if the device cannot run the attention kernel that they name.
     """
     layouts = _LayoutSearch(config, world_size, device, pinned)
     bounds = [*layouts.lower_bounds()]
     found: list[TrainingPlan] = []
     faster: list[Form] = []
+    num_traced = max(max_results, min_traced)
     for number in range(MAX_ROUNDS):
-        best, not_fitting = layouts.best(bounds, max_results)
+        best, not_fitting = layouts.best(bounds, num_traced)
         if not best or (number == 0 and max_results > 1):
             faster = not_fitting
         # With enough results, only what may be faster than all of them is worth a trace.
-        limit = found[0].step_seconds if len(found) == max_results else inf
+        limit = found[0].step_seconds if len(found) == num_traced else inf
         unknown = [
             form
             for form in (*best, *faster)
@@ -141,12 +145,12 @@ def search(
         if not unknown:
             break
         layouts.traces.add(unknown, trace)
-        found = ranked(plan for plan in layouts.traces.plans if plan.fits)[:max_results]
+        found = ranked(plan for plan in layouts.traces.plans if plan.fits)[:num_traced]
     seconds = min((plan.step_seconds for plan in found), default=inf)
     # If nothing fits, all that was traced says why.
     plans = [layouts.traces.plan_of(form) for form in faster] if found else layouts.traces.plans
     return SearchResult(
-        best=found,
+        best=found[:max_results],
         not_fitting=[
             plan for plan in plans if plan and not plan.fits and plan.step_seconds < seconds
         ],
@@ -425,6 +429,7 @@ def longest_sequence(
             world_size,
             device,
             max_results=1,
+            min_traced=1,
             pinned=pinned,
             trace=trace,
         ),
@@ -461,7 +466,9 @@ def fewest_devices(
     found, _ = _first_fitting(
         [size for size in sizes if size <= max_devices],
         partial(any_layout_might_fit, config, device=device, pinned=pinned),
-        lambda size: search(config, size, device, max_results=1, pinned=pinned, trace=trace),
+        lambda size: search(
+            config, size, device, max_results=1, min_traced=1, pinned=pinned, trace=trace
+        ),
         guess=_by_powers,
     )
     return found
