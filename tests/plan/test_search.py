@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import tomllib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import product
@@ -191,6 +191,24 @@ def test_the_printed_toml_reproduces_the_plan(tmp_path: Path) -> None:
         assert config.training.seq_len == 65_536
         assert checks.layout_problems(config, 8) == []
         assert made_up_plan(TrainingPlan(config, 8, H100)).step_seconds == plan.step_seconds
+
+
+def test_a_search_for_one_layout_finds_the_fastest_of_many() -> None:
+    """Also where the first that it traces takes twice its estimate, and no other does."""
+    config = with_seq_len(configured(), 65_536)
+    slow = replace(H100, matmul_flops=H100.matmul_flops / 2, hbm_bandwidth=H100.hbm_bandwidth / 2)
+    first = list[TrainingPlan]()
+
+    def trace(plans: Sequence[TrainingPlan]) -> list[TrainingPlan | None]:
+        first[:] = first or plans[:1]
+        return [
+            made_up_plan(replace(plan, device=slow) if plan.mesh == first[0].mesh else plan)
+            for plan in plans
+        ]
+
+    best = search(config, 64, H100, trace=trace).best[0]
+    assert best.mesh != first[0].mesh
+    assert search(config, 64, H100, max_results=1, trace=trace).best[0].mesh == best.mesh
 
 
 def replace_sections(text: str, pasted: str) -> str:
