@@ -28,9 +28,13 @@ from trainer.config import checks, extension
 from trainer.config import model as model_section
 from trainer.config.extension import Extension, StepView, Sublayer
 from trainer.config.job_config import Config
+from trainer.config.training_stages import Recipe
 from trainer.errors import ConfigError, RankFailedError
 from trainer.generate import run as run_generate
+from trainer.hardware.device_specs import DeviceSpec, load_device
 from trainer.hf import hinting_at_tables
+from trainer.launch import launcher
+from trainer.launch.cluster import LaunchWorld
 from trainer.metrics.loggers import write_traceback
 from trainer.run import hooks
 from trainer.selfcheck.processes import _describe
@@ -93,6 +97,7 @@ RUN = Config.model_validate(
     }
 )
 CPU = torch.device("cpu")
+H100 = load_device("h100-80gb")
 Install = Callable[..., Config]
 
 
@@ -205,6 +210,31 @@ def test_a_mistake_is_named_before_the_first_step(
     assert Path(place[1]).parent == tmp_path
     # The ranks of a self-check pass it on as it is.
     assert _describe(raised.value) == str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("gpu", "change", "problem"),
+    [
+        (None, (UPDATE, "pass"), 'optimizer "signs": 3 updates changed no weight'),
+        (H100, (UPDATE, "pass"), None),
+        (H100, ('weights["share"] * previous', "previous"), "no gradient for share"),
+    ],
+    ids=["on a CPU", "a rule on a GPU", "layers on a GPU"],
+)
+def test_a_launch_names_a_mistake_before_it_prepares_a_corpus(
+    install: Install,
+    monkeypatch: pytest.MonkeyPatch,
+    gpu: DeviceSpec | None,
+    change: tuple[str, str],
+    problem: str | None,
+) -> None:
+    """A rule may have kernels of a GPU alone, so ranks try it there."""
+    monkeypatch.setattr(launcher, "detect_device", lambda: gpu)
+    config = install(change, job={"extension": ["mine:extension"]})
+    found = launcher.find_wrong_part(
+        Recipe.model_validate(config.model_dump()), LaunchWorld(nproc_per_node=1)
+    )
+    assert (problem is None and found is None) or (problem is not None and problem in str(found))
 
 
 SIGNS = "lr * weight.grad.sign()"

@@ -122,6 +122,9 @@ def launch(options: Namespace, argv: Sequence[str]) -> int:
         if world is None or world.is_first_of_node:  # Nodes may differ.
             sys.stderr.write(format_problems(problems, argv, world))
         return EXIT_BAD_CONFIG
+    if (wrong_part := find_wrong_part(config, world)) is not None:
+        _print_reason(world, f"error: {wrong_part}")
+        return wrong_part.status
     if options.plan:
         from trainer.plan.report import show_plan_at_launch
 
@@ -152,6 +155,25 @@ def launch(options: Namespace, argv: Sequence[str]) -> int:
         reload=lambda: keep_packing_version(load(argv)),
         prepare=prepare_run,
     )
+
+
+def find_wrong_part(config: Recipe, world: LaunchWorld) -> RunError | None:
+    """What is wrong with a part that the extension adds to any stage."""
+    if not config.job.extension or not world.is_first_of_node:
+        return None
+    # Imports torch.
+    from trainer.step.added_parts import require_sound_parts_on_host
+
+    try:
+        for stage in config.training_stages:
+            require_sound_parts_on_host(
+                stage.config,
+                runs_on_gpu=detect_device() is not None,
+                is_sharded=world.world_size > 1,
+            )
+    except RunError as error:
+        return error
+    return None
 
 
 def restore_checkpoint(config: Recipe, world: LaunchWorld, argv: Sequence[str]) -> Recipe | int:

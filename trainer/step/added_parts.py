@@ -43,6 +43,17 @@ def require_sound_parts(config: Config, device: torch.device, *, is_sharded: boo
             _try(lambda: verify_loss(loss, config, device))
 
 
+def require_sound_parts_on_host(config: Config, *, runs_on_gpu: bool, is_sharded: bool) -> None:
+    """`require_sound_parts` before anything is prepared, without a device: of a run on GPUs the
+    layers alone, since a rule or a loss may have no kernels for a CPU.
+    """
+    if not runs_on_gpu:
+        require_sound_parts(config, torch.device("cpu"), is_sharded=is_sharded)
+        return
+    with torch.random.fork_rng([]):
+        _try(lambda: _try_layers(config, torch.device("cuda")))
+
+
 def _try(part: Callable[[], None]) -> None:
     try:
         part()
