@@ -158,7 +158,7 @@ def launch(options: Namespace, argv: Sequence[str]) -> int:
 
 
 def find_wrong_part(config: Recipe, world: LaunchWorld) -> RunError | None:
-    """What is wrong with a part that the extension adds to any stage."""
+    """The first mistake in a part that an extension adds to any stage, if there is one."""
     if not config.job.extension or not world.is_first_of_node:
         return None
     # Imports torch.
