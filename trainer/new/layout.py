@@ -134,7 +134,9 @@ class NewRun:
         """Whether a layout of `world_size` devices fits, by its trace."""
         if not layouts.any_layout_might_fit(config, world_size, self.device, pinned=pinned):
             return False
-        result = layouts.search(config, world_size, self.device, max_results=1, pinned=pinned)
+        result = layouts.search(
+            config, world_size, self.device, max_results=1, min_traced=1, pinned=pinned
+        )
         return bool(result.best)
 
     def toml(self, best: Config, step_seconds: float) -> str:
