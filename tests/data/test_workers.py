@@ -45,8 +45,8 @@ def loader(dataset: BlendedDataset, num_workers: int) -> MicroBatchLoader:
     )
 
 
-def worker_pids() -> list[int]:
-    return [process.pid for process in multiprocessing.active_children() if process.pid]
+def worker_pids() -> set[int]:
+    return {process.pid for process in multiprocessing.active_children() if process.pid}
 
 
 def contents(steps: Iterator[list[Batch]], count: int) -> list[list[object]]:
