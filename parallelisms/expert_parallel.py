@@ -156,12 +156,10 @@ class RankDispatcher:
             if self._gather_group is None
             else collectives.all_gather_async(by_ep, self._gather_group).wait()
         )
-        on_host = by_tp.cpu()
+        of_tiles = zip(ordered, by_tp.unbind(2), by_tp.cpu().unbind(2), strict=True)
         return [
-            self._route(rows, *counts_QPX, padded=padded)
-            for (rows, _), *counts_QPX in zip(
-                ordered, by_tp.unbind(2), on_host.unbind(2), strict=True
-            )
+            self._route(rows, counts_QPX, host_counts_QPX, padded=padded)
+            for (rows, _), counts_QPX, host_counts_QPX in of_tiles
         ]
 
     def _route(
