@@ -141,16 +141,26 @@ def test_a_marker_of_an_earlier_launch_is_ignored(tmp_path: Path) -> None:
 
 
 def test_a_signal_reaches_all_workers_and_prevents_restarts(tmp_path: Path) -> None:
-    body = "signal.signal(signal.SIGUSR1, lambda *_: sys.exit(1))\n(folder / f'ready-{rank}').touch()\ntime.sleep(60)"
+    body = (
+        "def stop(*_):\n"
+        "    (folder / f'signaled-{rank}').touch()\n"
+        "    sys.exit(1)\n"
+        "signal.signal(signal.SIGUSR1, stop)\n"
+        # The first to stop makes the launcher stop the other.
+        "signal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
+        "(folder / f'ready-{rank}').touch()\n"
+        "time.sleep(60)"
+    )
     run = Run(tmp_path, body)
     process = run.start()
     assert wait_for(
         lambda: (run.folder / "ready-0").exists() and (run.folder / "ready-1").exists()
     )
     process.send_signal(signal.SIGUSR1)
-    _, stderr = process.communicate(timeout=30)
+    process.communicate(timeout=30)
     assert (process.returncode, run.launches) == (1, 1)
-    assert stderr.count("exited with code 1") == 2
+    assert (run.folder / "signaled-0").exists()
+    assert (run.folder / "signaled-1").exists()
 
 
 @pytest.mark.parametrize("is_saved", [False, True])
