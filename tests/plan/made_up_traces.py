@@ -14,6 +14,7 @@ import pytest
 
 from trainer.config.job_config import Config
 from trainer.hardware.device_specs import DeviceSpec, load_device
+from trainer.plan.pipeline_bubble import bubble_seconds
 from trainer.plan.plan import TrainingPlan
 from trainer.plan.rough import RoughPlan
 from trainer.plan.tracing import Trace
@@ -45,7 +46,8 @@ def made_up_rank_steps(
         MemoryTensor("all", (round(size),), "uint8", line="parameters", on_host=is_on_host)
         for is_on_host, size in zip((False, True), sizes, strict=True)
     )
-    steps = max(rank.optimizer_seconds for rank in estimate.ranks)
+    after_passes = max(rank.optimizer_seconds for rank in estimate.ranks)
+    after_passes += exposed_send_seconds(estimate)
 
     def piece(place: Place, time: float) -> Piece:
         moved = round(seconds * device.hbm_bandwidth * time)
@@ -55,13 +57,20 @@ def made_up_rank_steps(
         RankStep(
             world_size,
             MemoryEstimate("a moment", pp_rank, pp, tensors),
-            (piece(Place("forward"), rank.busy), piece(OPTIMIZER, steps)),
+            (piece(Place("forward"), rank.busy), piece(OPTIMIZER, after_passes)),
             (0, 1),
             {},
             1.0,
         )
         for pp_rank, rank in enumerate(estimate.rank_at)
     ]
+
+
+def exposed_send_seconds(estimate: RoughPlan) -> float:
+    """The part of a step for which a pipeline waits for messages between its stages."""
+    if estimate.pipeline.pp == 1:
+        return 0
+    return bubble_seconds(estimate.pipeline, 0, p2p_seconds=estimate.ranks[0].send_seconds)
 
 
 @dataclass(frozen=True)

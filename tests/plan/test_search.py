@@ -276,13 +276,13 @@ def test_a_search_that_finds_nothing_suggests_changes() -> None:
 def test_mesh_dependent_keys_of_the_file_do_not_limit_the_search() -> None:
     words = {
         "parallelism.pp": "4", "parallelism.cp": "1", "parallelism.dp_shard": "1", "parallelism.pp_layers": "6,9,9,8", "parallelism.tp": "2", "parallelism.async_tp": "true",
-        "training.compile": "true", "memory.recompute": "auto", "memory.device_gib": "60",
+        "memory.recompute": "auto",
     }  # fmt: skip
-    config = configured(*(word for key, value in words.items() for word in (f"--{key}", value)))
+    limits = ("--training.compile", "true", "--memory.device_gib", "60")
+    plain = configured(*limits)
+    config = configured(*limits, *(f"--{key}={value}" for key, value in words.items()))
     assert checks.layout_problems(config, 8) == []
-    found, plain = (
-        find(each, 8, H100) for each in (config, configured("--training.compile", "true"))
-    )
+    found, plain = (find(each, 8, H100) for each in (config, plain))
     assert found.best[0].step_seconds == plain.best[0].step_seconds
 
 
