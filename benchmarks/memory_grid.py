@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from itertools import cycle, islice
-from math import prod
+from math import gcd, prod
 from typing import TypeVar
 
 from parallelisms.mesh.pipeline_plan import SINGLE_STAGE_SCHEDULES
@@ -30,6 +30,7 @@ from trainer.config import checks
 from trainer.config.job_config import Config
 from trainer.config.model import LayerSection
 from trainer.config.parse import load
+from trainer.plan.layouts import divisors
 
 Result = TypeVar("Result")
 LIMIT = 0.005
@@ -95,6 +96,16 @@ KINDS: dict[str, tuple[object, ...]] = {
     "model.attention_scale": (None, None, 0.1),
     "model.logit_softcap": (None, None, 30.0),
 }
+EXPERTS: dict[str, tuple[object, ...]] = {
+    "model.feed_forward": ("moe",),
+    "model.num_experts": (8,),
+    "model.top_k": (2,),
+    "model.expert_dim": (256, 384),
+    "model.shared_expert_dim": (None, 256),
+    "model.router": ("softmax", "sigmoid"),
+    "model.expert_bias": ("false", "true"),
+}
+"""Of every third case."""
 PATTERNS = ((0, 1), (1, 0), (1, 1), (3, 1), (5, 1))
 """Consecutive layers with a window and without."""
 WINDOWS = (512, 1024, 3000)
@@ -170,8 +181,8 @@ def parse_case(text: str) -> GridCase:
 
 def draw_cases(seed: int) -> Iterator[GridCase]:
     """Endless."""
-    rng, budgets, biases, kinds = (
-        random.Random(each) for each in (seed, seed, seed + 1, seed + 2)
+    rng, budgets, biases, kinds, experts = (
+        random.Random(each) for each in (seed, seed, seed + 1, seed + 2, seed + 3)
     )
     pp_ranks = {
         index: cycle(range(int(str(pipeline["parallelism.pp"]))))
@@ -192,7 +203,8 @@ def draw_cases(seed: int) -> Iterator[GridCase]:
             and values["memory.offload"] != "none"
         ):
             changes += (("memory.host_budget_gib", budget),)
-        yield GridCase((*changes, *_draw_kinds(kinds)), world_size, next(pp_ranks[index]))
+        changes += (*_draw_kinds(kinds), *_draw_experts(experts, values))
+        yield GridCase(changes, world_size, next(pp_ranks[index]))
 
 
 def _draw_kinds(rng: random.Random) -> Iterator[tuple[str, object]]:
@@ -205,6 +217,17 @@ def _draw_kinds(rng: random.Random) -> Iterator[tuple[str, object]]:
     elif with_window:
         drawn["model.window"] = window
     yield from ((key, value) for key, value in drawn.items() if value is not None)
+
+
+def _draw_experts(
+    rng: random.Random, values: Mapping[str, object]
+) -> Iterator[tuple[str, object]]:
+    drawn = {key: rng.choice(levels) for key, levels in EXPERTS.items()}
+    shards = prod(int(str(values[f"parallelism.{axis}"])) for axis in ("dp_shard", "cp"))
+    drawn["parallelism.ep"] = rng.choice(divisors(gcd(shards, 8)))
+    drawn["model.shared_expert"] = json.dumps(drawn["model.shared_expert_dim"] is not None)
+    if rng.randrange(3) == 0:
+        yield from ((key, value) for key, value in drawn.items() if value is not None)
 
 
 def _draw(
