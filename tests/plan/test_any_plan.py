@@ -1,5 +1,5 @@
-"""Plans of drawn configurations of the shipped families, on every device file: none fails, and
-nothing is negative.
+"""Plans of drawn configurations of the shipped families, on every device file: none fails,
+nothing is negative, and parts add up.
 """
 
 from __future__ import annotations
@@ -19,9 +19,12 @@ from trainer.errors import ConfigError
 from trainer.hardware.device_specs import DeviceSpec, device_names, load_device
 from trainer.plan.report import plan_report
 from trainer.plan.run_plan import RunPlan, plan_run
+from trainer.plan.step_time import STEP_OVERHEAD, StepTime
 from trainer.plan.tracing import Trace, traced_plans
 
 DEVICES = tuple(device_names())
+MANY = 2000
+PART = 50
 SEVERAL = (1, 1, 2, 3, 4, 8, 16)
 LEVELS: dict[str, tuple[object, ...]] = {
     "parallelism.dp_replicate": SEVERAL,
@@ -83,14 +86,36 @@ def planned(config: Config, world_size: int, device: DeviceSpec, trace: Trace) -
         return None
 
 
+def require_sound(time: StepTime) -> None:
+    """Nothing is negative, and the parts of every rank add up to the step."""
+    for rank in time.ranks:
+        parts = [
+            *rank.compute.values(),
+            *rank.exposed.values(),
+            rank.contention,
+            rank.optimizer,
+            rank.bubble,
+            STEP_OVERHEAD,
+        ]
+        # The waits of a rank are a difference of sums.
+        assert min(*parts, *rank.overlapped.values()) >= -1e-9 * time.seconds
+        assert sum(parts) == pytest.approx(time.seconds)
+
+
 @pytest.mark.parametrize(
-    ("count", "trace"),
-    [(20, made_up_traces()), pytest.param(2000, traced_plans, marks=pytest.mark.slow)],
+    ("first", "count", "trace"),
+    [
+        (0, 20, made_up_traces()),
+        *(
+            pytest.param(first, PART, traced_plans, marks=pytest.mark.slow)
+            for first in range(0, MANY, PART)
+        ),
+    ],
 )
-def test_any_plan_is_made_and_nothing_in_it_is_negative(count: int, trace: Trace) -> None:
-    rng = random.Random(0)
-    families = cycle(FAMILIES)
-    for name, family in islice(zip(cycle(DEVICES), families, strict=False), count):
+def test_any_plan_is_made_and_its_parts_add_up(first: int, count: int, trace: Trace) -> None:
+    rng = random.Random(first)
+    pairs = zip(cycle(DEVICES), cycle(FAMILIES), strict=False)
+    for name, family in islice(pairs, first, first + count):
         (config, world_size), device = draw(rng, family), load_device(name)
         run = planned(config, world_size, device, trace)
         if run is None:
@@ -98,7 +123,9 @@ def test_any_plan_is_made_and_nothing_in_it_is_negative(count: int, trace: Trace
         (found,) = run.stages
         for moment in found.memory_by_pp_rank:
             assert all(each.bytes >= 0 for each in moment.tensors), (config, moment)
+            by_line = sum(item.device_bytes for item in moment.items)
+            assert by_line == pytest.approx(moment.device_bytes)
         assert isfinite(found.step_seconds), config
         assert found.step_seconds > 0, config
-        assert all(each >= 0 for each in found.step_time.busiest.breakdown().values()), config
+        require_sound(found.step_time)
         assert plan_report(run, why=True).sections
