@@ -100,9 +100,8 @@ def search_report(
             for plan in result.not_fitting
         ]
         columns = ("layout", "s / step", "shortage with the leanest memory options")
-        sections.append(
-            Table(title="faster layouts that do not fit", columns=columns, rows=shortages)
-        )
+        title = "faster layouts that do not fit" if result.best else "leanest layouts"
+        sections.append(Table(title=title, columns=columns, rows=shortages))
     best = result.best[0] if result.best else None
     sections += _plan_sections(best) if best else []
     plan_notes = _notes(best) if best else [f"device: {device.description}"]

@@ -15,7 +15,6 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import islice
 from math import inf
 from operator import attrgetter, itemgetter
 from typing import Any, Protocol
@@ -36,7 +35,7 @@ from trainer.trace.answers import show_progress
 
 MAX_RESULTS = 5
 NUM_NOT_FITTING = 3
-"""Faster layouts that do not fit: how many are traced to say why."""
+"""Layouts that do not fit: how many are traced to say why."""
 SEQ_LEN_STEP = 1 << 12
 """Granularity of the lengths tried."""
 # From most to least memory.
@@ -97,7 +96,9 @@ class SearchResult:
     best: Sequence[TrainingPlan]
     """The fastest layout of each mesh that fits, fastest first; among equals, by memory."""
     not_fitting: Sequence[TrainingPlan]
-    """Layouts that would be faster than the best but do not fit, each with its leanest options."""
+    """Layouts that would be faster than the best but do not fit, each with its leanest options; if
+    none fits, those that need least memory, the leanest first.
+    """
     num_layouts: int
     """Layouts that were estimated."""
     num_traces: int
@@ -130,16 +131,21 @@ def search(
     bounds = [*layouts.lower_bounds()]
     found: list[TrainingPlan] = []
     faster: list[Form] = []
+    leanest: list[Form] = []
     num_traced = max(max_results, min_traced)
     for number in range(MAX_ROUNDS):
         best, not_fitting = layouts.best(bounds, num_traced)
-        if not best or (number == 0 and max_results > 1):
+        if not best and leanest:
+            break  # Not even with what their traces corrected does any fit.
+        if not best:
+            leanest = not_fitting
+        elif number == 0 and max_results > 1:
             faster = not_fitting
         # With enough results, only what may be faster than all of them is worth a trace.
         limit = found[0].step_seconds if len(found) == num_traced else inf
         unknown = [
             form
-            for form in (*best, *faster)
+            for form in (*best, *faster, *leanest)
             if form not in layouts.traces and layouts.traces.seconds(form) < limit
         ]
         if not unknown:
@@ -147,13 +153,14 @@ def search(
         layouts.traces.add(unknown, trace)
         found = ranked(plan for plan in layouts.traces.plans if plan.fits)[:num_traced]
     seconds = min((plan.step_seconds for plan in found), default=inf)
-    # If nothing fits, all that was traced says why.
-    plans = [layouts.traces.plan_of(form) for form in faster] if found else layouts.traces.plans
+    plans = map(layouts.traces.plan_of, faster)
+    too_large = [plan for plan in plans if plan and not plan.fits and plan.step_seconds < seconds]
+    if not found:
+        by_memory = sorted(layouts.traces.plans, key=attrgetter("memory_utilization"))
+        too_large = by_memory[:NUM_NOT_FITTING]
     return SearchResult(
         best=found[:max_results],
-        not_fitting=[
-            plan for plan in plans if plan and not plan.fits and plan.step_seconds < seconds
-        ],
+        not_fitting=too_large,
         num_layouts=layouts.num_layouts,
         num_traces=len(layouts.traces.plans),
         problems=[] if bounds else layouts.why_none(),
@@ -251,7 +258,8 @@ class _LayoutSearch:
 
     def best(self, bounds: Iterable[Form], max_results: int) -> tuple[list[Form], list[Form]]:
         """The fastest form of each mesh that fits, as far as is known, and the leanest ones of
-        layouts that would be faster than the best and do not fit.
+        layouts that would be faster than the best and do not fit; of all layouts, leanest first, if
+        none fits.
         """
         best: list[Form] = []
         not_fitting: list[Sequence[Form]] = []
@@ -264,17 +272,15 @@ class _LayoutSearch:
                 break
             fastest, lean = self.fastest_fitting(bound, slowest)
             if fastest is not None:
-                best.append(fastest)
-                by_mesh: dict[tuple[int, ...], Form] = {}
-                for form in sorted(best, key=seconds):
-                    by_mesh.setdefault(form.mesh, form)
-                best = [*by_mesh.values()][:max_results]
+                best = _first_by_mesh(sorted([*best, fastest], key=seconds))[:max_results]
             if lean:
                 not_fitting.append(lean)
         limit = seconds(best[0]) if best else inf
         faster = ([form for form in lean if seconds(form) < limit] for lean in not_fitting)
-        leanest = (min(lean, key=self.traces.memory_share) for lean in faster if lean)
-        return best, [*islice(leanest, min(max_results, NUM_NOT_FITTING))]
+        leanest = [min(lean, key=self.traces.memory_share) for lean in faster if lean]
+        if not best:
+            leanest = _first_by_mesh(sorted(leanest, key=self.traces.memory_share))
+        return best, leanest[: min(max_results, NUM_NOT_FITTING)]
 
     def fastest_fitting(self, bound: Form, limit: float) -> tuple[Form | None, Sequence[Form]]:
         """The fastest options that fit, among equals the first in MEMORY_CHOICES; or lean ones if
@@ -381,6 +387,13 @@ class _LayoutSearch:
         except ConfigError as error:
             self.problems.update(error.problems)
             return None
+
+
+def _first_by_mesh(forms: Iterable[Form]) -> list[Form]:
+    by_mesh: dict[tuple[int, ...], Form] = {}
+    for form in forms:
+        by_mesh.setdefault(form.mesh, form)
+    return [*by_mesh.values()]
 
 
 # ---- longest sequence, fewest devices
