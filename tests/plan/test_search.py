@@ -32,6 +32,7 @@ from trainer.plan.report import search_suggestions
 from trainer.plan.rough import RoughPlan
 from trainer.plan.search import (
     MEMORY_CHOICES,
+    NUM_NOT_FITTING,
     fewest_devices,
     longest_sequence,
     search,
@@ -178,6 +179,20 @@ def test_layouts_that_do_not_fit_name_their_shortage() -> None:
     assert found.not_fitting
     assert "a device needs" in found.not_fitting[0].memory_shortages[0]
     assert len({describe_layout(plan) for plan in found.not_fitting}) == len(found.not_fitting)
+
+
+def test_where_nothing_fits_the_leanest_layouts_are_traced_and_no_others() -> None:
+    config = configured("--training.global_batch_size", "2")
+    small = replace(H100, memory=2 * GIB)
+    found = find(config, 2, small)
+    assert len(found.not_fitting) == found.num_traces == NUM_NOT_FITTING
+    assert len({tuple(plan.mesh.values()) for plan in found.not_fitting}) == NUM_NOT_FITTING
+    needed = [plan.memory_utilization for plan in found.not_fitting]
+    assert needed == sorted(needed)
+    least = min(
+        plan.memory_utilization for plan in map(made_up_plan, all_layouts(config, 2, small))
+    )
+    assert needed[0] == pytest.approx(least)
 
 
 @pytest.mark.slow

@@ -135,8 +135,6 @@ def search(
     num_traced = max(max_results, min_traced)
     for number in range(MAX_ROUNDS):
         best, not_fitting = layouts.best(bounds, num_traced)
-        if not best and leanest:
-            break  # Not even with what their traces corrected does any fit.
         if not best:
             leanest = not_fitting
         elif number == 0 and max_results > 1:
@@ -153,14 +151,12 @@ def search(
         layouts.traces.add(unknown, trace)
         found = ranked(plan for plan in layouts.traces.plans if plan.fits)[:num_traced]
     seconds = min((plan.step_seconds for plan in found), default=inf)
-    plans = map(layouts.traces.plan_of, faster)
-    too_large = [plan for plan in plans if plan and not plan.fits and plan.step_seconds < seconds]
-    if not found:
-        by_memory = sorted(layouts.traces.plans, key=attrgetter("memory_utilization"))
-        too_large = by_memory[:NUM_NOT_FITTING]
+    plans = map(layouts.traces.plan_of, faster if found else leanest or best)
     return SearchResult(
         best=found[:max_results],
-        not_fitting=too_large,
+        not_fitting=[
+            plan for plan in plans if plan and not plan.fits and plan.step_seconds < seconds
+        ],
         num_layouts=layouts.num_layouts,
         num_traces=len(layouts.traces.plans),
         problems=[] if bounds else layouts.why_none(),
