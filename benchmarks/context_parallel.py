@@ -26,7 +26,7 @@ import random
 import sys
 import time
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -39,6 +39,7 @@ from torch.utils._pytree import tree_leaves
 
 from benchmarks.pages import replace_block
 from models import attention_op
+from models.score_pairs import Scores
 from parallelisms.context import ring
 from parallelisms.context.attention_plan import RankAttentionPlan
 from parallelisms.context.batch_layout import BatchLayout
@@ -355,7 +356,19 @@ def window_table(tokens: int = 2**17, cps: tuple[int, ...] = (8, 32)) -> list[st
 
 def window_bytes(layout: SeqLayout, window: int) -> int:
     """What the busiest rank sends."""
-    return max(map(sum, zip(*layout.halo_tokens(window), strict=True))) * KV_BYTES
+    halos = halo_tokens(layout.kind, layout.ring_degree, layout.boundaries, window)
+    return max(map(sum, zip(*halos, strict=True))) * KV_BYTES
+
+
+def halo_tokens(
+    kind: ShardLayout, ring_degree: int, boundaries: Sequence[int], window: int
+) -> list[list[int]]:
+    """[receiver][sender]: keys of other ranks that the receiver's queries see."""
+    layout = BatchLayout(kind, ring_degree, torch.tensor([boundaries]))
+    scores = Scores(window)
+    return [
+        RankAttentionPlan(layout, rank, scores=scores).halo_received for rank in range(ring_degree)
+    ]
 
 
 def documents(tokens: int, *, packed: bool) -> tuple[int, ...]:

@@ -24,7 +24,6 @@ from math import gcd, prod
 from typing import TypeVar
 
 from parallelisms.mesh.pipeline_plan import SINGLE_STAGE_SCHEDULES
-from parallelisms.mesh.shard_layout import SeqLayout
 from trainer.commands import integer
 from trainer.config import checks
 from trainer.config.job_config import Config
@@ -130,6 +129,8 @@ class GridCase:
     @property
     def rank(self) -> int:
         """That with most of the widest window's halo."""
+        from benchmarks.context_parallel import halo_tokens  # Imports torch, slowly.
+
         config = self.config
         busiest = 0
         plan = config.context_plan()
@@ -138,8 +139,7 @@ class GridCase:
         if windows and plan.ring_degree > 1:
             seq_len = config.training.seq_len
             bounds = (0, seq_len, plan.padded_length(seq_len))
-            layout = SeqLayout(plan.resolved_layout, plan.ring_degree, bounds)
-            halo = layout.halo_tokens(max(windows))
+            halo = halo_tokens(plan.resolved_layout, plan.ring_degree, bounds, max(windows))
             moved = [
                 sum(map(sum, both)) for both in zip(halo, zip(*halo, strict=True), strict=True)
             ]

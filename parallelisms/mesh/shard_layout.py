@@ -86,26 +86,6 @@ class SeqLayout:
         """(query, key) pairs that each rank's queries attend to."""
         return tuple(sum(span.num_pairs(window) for span in spans) for spans in _token_spans(self))
 
-    def halo_tokens(self, window: int) -> list[list[int]]:
-        """[receiver][sender]: keys of other ranks that the receiver's queries see, up to `window`
-        - 1 before each span.
-        """
-        tokens = [[0] * self.ring_degree for _ in range(self.ring_degree)]
-        spans = sorted(
-            (span.start, rank, span)
-            for rank in range(self.ring_degree)
-            for span in self.spans(rank)
-        )
-        for index, (_, receiver, span) in enumerate(spans):
-            needed = min(window - 1, span.start - span.document_start)
-            before = index - 1
-            # What lies beyond a span of its own, the receiver needs for that one.
-            while needed > 0 and (sender := spans[before][1]) != receiver:
-                tokens[receiver][sender] += min(needed, spans[before][2].length)
-                needed -= spans[before][2].length
-                before -= 1
-        return tokens
-
     @property
     def imbalance(self) -> float:
         """Pairs of the busiest rank over the mean."""

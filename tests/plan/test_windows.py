@@ -41,18 +41,6 @@ def configured(pattern: str, **changes: object) -> Config:
     return memory_grid.configured({**values, "model.layers": PATTERNS[pattern], **changes})
 
 
-def test_a_halo_has_a_window_without_its_query_before_each_piece() -> None:
-    assert SeqLayout("contiguous", 4, (0, 64)).halo_tokens(5) == [
-        [0, 0, 0, 0],
-        [4, 0, 0, 0],
-        [0, 4, 0, 0],
-        [0, 0, 4, 0],
-    ]
-    # Rank 0 has the chunks 0 and 7, rank 3 has 3 and 4.
-    received = [sum(sent) for sent in SeqLayout("headtail", 4, (0, 64)).halo_tokens(5)]
-    assert received == [4, 8, 8, 4]
-
-
 @pytest.mark.parametrize("pattern", PATTERNS)
 def test_model_flops_count_pairs_of_each_layer(pattern: str) -> None:
     model = configured(pattern).model.build()
