@@ -130,6 +130,7 @@ def search(
     layouts = _LayoutSearch(config, world_size, device, pinned)
     bounds = [*layouts.lower_bounds()]
     found: list[TrainingPlan] = []
+    best: list[Form] = []
     faster: list[Form] = []
     leanest: list[Form] = []
     num_traced = max(max_results, min_traced)
