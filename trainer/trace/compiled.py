@@ -145,7 +145,9 @@ def is_apart(node: fx.Node) -> bool:
 Graphs = dict[Any, Callable[..., Any]]
 """Compiled pieces, by everything that their code depends on."""
 SHARED_GRAPHS = Graphs()
-"""Pieces of blocks depend on nothing but their arguments, so all traces of a process share them."""
+"""Pieces of blocks depend on nothing but their arguments, so all traces of a process share them; but
+for those that name a process group.
+"""
 MAX_SHARED_GRAPHS = 500
 """They keep the modules that they were compiled with."""
 _running = list[Callable[[fx.GraphModule], FusedKernels]]()
@@ -169,7 +171,8 @@ def compiler_for(
     counter: OpCounterMode, graphs: Graphs | None = None
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """A stand-in for `torch.compile` that runs graphs by `FusedKernels`."""
-    known = Graphs() if graphs is None else graphs
+    own = Graphs()
+    shared = own if graphs is None else graphs
     kernels = partial(FusedKernels, counter=counter)
     _running[:] = [cache(kernels)]
 
@@ -179,9 +182,13 @@ def compiler_for(
             tensors = [leaf for leaf in leaves if isinstance(leaf, FakeTensor)]
             # Grad mode decides whether the graph saves anything: one graph for either.
             key = (piece, spec, torch.is_grad_enabled(), *map(_signature, leaves))
+            known = own if key in own else shared
             if key not in known:
                 with counter.without_allocations():
-                    known[key] = _compiled(piece, leaves, spec)
+                    compiled, names_group = _compiled(piece, leaves, spec)
+                # A process group ends with its trace.
+                known = own if names_group else shared
+                known[key] = compiled
             return known[key](*tensors)
 
         return run
@@ -267,8 +274,18 @@ def _is_frozen(value: Any) -> bool:
     return is_dataclass(value) and cast(Any, value).__dataclass_params__.frozen
 
 
-def _compiled(piece: Callable[..., Any], leaves: Sequence[Any], spec: Any) -> Callable[..., Any]:
-    """The piece as a function of its tensors; other leaves are constants."""
+def _compiled(
+    piece: Callable[..., Any], leaves: Sequence[Any], spec: Any
+) -> tuple[Callable[..., Any], bool]:
+    """The piece as a function of its tensors, with other leaves as constants, and whether its graph
+    names a process group.
+    """
+    targets = set[str]()
+
+    def compile_graph(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
+        targets.update(str(node.target) for node in gm.graph.nodes)
+        return run_graph(gm, example_inputs)
+
     constants = [TENSOR if isinstance(leaf, FakeTensor) else leaf for leaf in leaves]
 
     def function(*tensors: Tensor) -> Any:
@@ -280,8 +297,8 @@ def _compiled(piece: Callable[..., Any], leaves: Sequence[Any], spec: Any) -> Ca
     # run saves.
     compiled = aot_function(
         function,
-        run_graph,
-        run_graph,
+        compile_graph,
+        compile_graph,
         partition_fn=min_cut_rematerialization_partition,
         decompositions=select_decomp_table(),
     )
@@ -294,7 +311,7 @@ def _compiled(piece: Callable[..., Any], leaves: Sequence[Any], spec: Any) -> Ca
         patch("torch.compiler.is_compiling", lambda: True),
     ):
         compiled(*map(_like, given))
-    return cast(Callable[..., Any], compiled)
+    return cast(Callable[..., Any], compiled), "_c10d_functional" in " ".join(targets)
 
 
 def _like(x: FakeTensor) -> Tensor:
