@@ -215,10 +215,3 @@ def test_an_optimizer_on_the_host_moves_as_much_as_on_the_device() -> None:
         )
 
     assert moved("host") == pytest.approx(moved("device"), rel=0.1)
-
-
-def test_ranks_of_a_pipeline_share_no_piece_with_a_process_group() -> None:
-    """A norm over the heads of all tp ranks."""
-    changes = "model.full_qk_norm=true training.compile=true parallelism.pp=2 parallelism.tp=2 "
-    steps = trace_pp_ranks(configured(changes + "training.global_batch_size=4"), 4)
-    assert all(step.whole.is_closed for step in steps)
