@@ -157,8 +157,9 @@ def test_a_signal_reaches_all_workers_and_prevents_restarts(tmp_path: Path) -> N
         lambda: (run.folder / "ready-0").exists() and (run.folder / "ready-1").exists()
     )
     process.send_signal(signal.SIGUSR1)
-    process.communicate(timeout=30)
+    _, stderr = process.communicate(timeout=30)
     assert (process.returncode, run.launches) == (1, 1)
+    assert stderr.count("exited with code 1") == 2
     assert (run.folder / "signaled-0").exists()
     assert (run.folder / "signaled-1").exists()
 

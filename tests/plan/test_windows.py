@@ -9,6 +9,7 @@ from dataclasses import replace
 import pytest
 
 from benchmarks import memory_grid
+from benchmarks.context_parallel import halo_tokens
 from models.score_pairs import causal_pairs
 from parallelisms.mesh.context_plan import LAYOUTS_BY_ROTATE_METHOD, ContextPlan, RotateMethod
 from parallelisms.mesh.shard_layout import SeqLayout
@@ -39,6 +40,18 @@ def configured(pattern: str, **changes: object) -> Config:
         "training.global_batch_size": 4,
     }
     return memory_grid.configured({**values, "model.layers": PATTERNS[pattern], **changes})
+
+
+def test_a_halo_has_a_window_without_its_query_before_each_piece() -> None:
+    assert halo_tokens("contiguous", 4, (0, 64), 5) == [
+        [0, 0, 0, 0],
+        [4, 0, 0, 0],
+        [0, 4, 0, 0],
+        [0, 0, 4, 0],
+    ]
+    # Rank 0 has the chunks 0 and 7, rank 3 has 3 and 4.
+    received = [sum(sent) for sent in halo_tokens("headtail", 4, (0, 64), 5)]
+    assert received == [4, 8, 8, 4]
 
 
 @pytest.mark.parametrize("pattern", PATTERNS)
