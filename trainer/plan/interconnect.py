@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection
 from dataclasses import dataclass
+from functools import lru_cache
 from math import lcm
 
 from parallelisms.mesh.process_groups import rank_zero_groups
@@ -84,6 +85,7 @@ def _is_aligned(first_group: range, domain_size: int) -> bool:
     )
 
 
+@lru_cache(maxsize=4096)
 def _worst_placement(first_group: range, world_size: int, domain_size: int) -> GroupTopology:
     """Placement of the worst translation of `first_group`. If sizes do not divide a link domain,
     some groups cross its border.

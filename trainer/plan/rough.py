@@ -27,7 +27,7 @@ from trainer.plan.reserves import (
     usable_device_bytes,
     usable_host_bytes,
 )
-from trainer.plan.rough_memory import RoughMemory
+from trainer.plan.rough_memory import RoughMemory, kinds_by_rank
 from trainer.plan.step_time import (
     ASYNC_TP_OVERLAP,
     CONTENTION_FRACTION,
@@ -98,10 +98,13 @@ class RoughPlan:
         """
         distinct: dict[object, RoughRank] = {}
         found = []
-        for pp_rank in range(self.pipeline.pp):
-            rank = RoughRank(self, pp_rank)
-            key = frozenset(rank.kinds.items()), rank.has_embedding, rank.has_head
-            found.append(distinct.setdefault(key, rank))
+        # Only the first rank has the embedding, and only the last one the head.
+        ends = 0, self.pipeline.pp - 1
+        for pp_rank, kinds in enumerate(kinds_by_rank(self.config.model.build(), self.pipeline)):
+            key = frozenset(kinds.items()), pp_rank in ends and pp_rank
+            if key not in distinct:
+                distinct[key] = RoughRank(self, pp_rank)
+            found.append(distinct[key])
         return found
 
     @cached_property

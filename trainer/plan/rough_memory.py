@@ -60,6 +60,20 @@ def block_weights(model: ModelConfig, kind: LayerKind, tp: int, ep: int) -> Bloc
     )
 
 
+@lru_cache(maxsize=1024)
+def kinds_by_rank(model: ModelConfig, pipeline: PipelinePlan) -> tuple[Counter[LayerKind], ...]:
+    """How many layers of each kind a pipeline rank has."""
+    kinds = model.unrotated_layers
+    return tuple(
+        Counter(
+            kinds[layer]
+            for stage in pipeline.stages_of(rank)
+            for layer in pipeline.stage_module(stage).layers
+        )
+        for rank in range(pipeline.pp)
+    )
+
+
 class RoughMemory:
     """Sizes of one pipeline rank, and what it holds at most."""
 
@@ -95,11 +109,7 @@ class RoughMemory:
         stages = self.pipeline.stages_of(pp_rank)
         self.blocks_by_stage = [self.pipeline.blocks_per_stage[stage] for stage in stages]
         self.num_blocks = sum(self.blocks_by_stage)
-        self.kinds = Counter(
-            self.model.unrotated_layers[layer]
-            for stage in stages
-            for layer in self.pipeline.stage_module(stage).layers
-        )
+        self.kinds = kinds_by_rank(self.model, pipeline)[pp_rank]
         self.has_embedding = 0 in stages
         self.has_head = self.pipeline.num_stages - 1 in stages
         self.recomputes = self.memory.recompute != "none"

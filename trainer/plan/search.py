@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from math import inf
 from operator import attrgetter, itemgetter
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 from trainer.config import checks
 from trainer.config.job_config import Config
@@ -36,6 +36,7 @@ from trainer.trace.answers import show_progress
 MAX_RESULTS = 5
 NUM_NOT_FITTING = 3
 """Layouts that do not fit: how many are traced to say why."""
+Layout = TypeVar("Layout", Form, TrainingPlan)
 SEQ_LEN_STEP = 1 << 12
 """Granularity of the lengths tried."""
 # From most to least memory.
@@ -131,20 +132,17 @@ def search(
     bounds = [*layouts.lower_bounds()]
     found: list[TrainingPlan] = []
     best: list[Form] = []
-    faster: list[Form] = []
-    leanest: list[Form] = []
+    others: list[Form] = []
     num_traced = max(max_results, min_traced)
     for number in range(MAX_ROUNDS):
         best, not_fitting = layouts.best(bounds, num_traced)
-        if not best:
-            leanest = not_fitting
-        elif number == 0 and max_results > 1:
-            faster = not_fitting
+        if not best or (number == 0 and max_results > 1):
+            others = not_fitting
         # With enough results, only what may be faster than all of them is worth a trace.
         limit = found[0].step_seconds if len(found) == num_traced else inf
         unknown = [
             form
-            for form in (*best, *faster, *leanest)
+            for form in (*best, *others)
             if form not in layouts.traces and layouts.traces.seconds(form) < limit
         ]
         if not unknown:
@@ -152,7 +150,7 @@ def search(
         layouts.traces.add(unknown, trace)
         found = ranked(plan for plan in layouts.traces.plans if plan.fits)[:num_traced]
     seconds = min((plan.step_seconds for plan in found), default=inf)
-    plans = map(layouts.traces.plan_of, faster if found else leanest or best)
+    plans = map(layouts.traces.plan_of, others or best)
     return SearchResult(
         best=found[:max_results],
         not_fitting=[
@@ -167,10 +165,7 @@ def search(
 
 def ranked(plans: Iterable[TrainingPlan]) -> list[TrainingPlan]:
     """The fastest plan of each mesh, fastest first; among equals, by memory."""
-    by_mesh: dict[tuple[int, ...], TrainingPlan] = {}
-    for plan in sorted(plans, key=attrgetter("step_seconds")):
-        by_mesh.setdefault(tuple(plan.mesh.values()), plan)
-    best = [*by_mesh.values()]
+    best = _first_by_mesh(sorted(plans, key=attrgetter("step_seconds")))
     # Memory decides among equals.
     ties = [plan for plan in best if plan.step_seconds <= TIE_FACTOR * best[0].step_seconds]
     return sorted(ties, key=attrgetter("memory_utilization")) + best[len(ties) :]
@@ -386,11 +381,11 @@ class _LayoutSearch:
             return None
 
 
-def _first_by_mesh(forms: Iterable[Form]) -> list[Form]:
-    by_mesh: dict[tuple[int, ...], Form] = {}
-    for form in forms:
-        by_mesh.setdefault(form.mesh, form)
-    return [*by_mesh.values()]
+def _first_by_mesh(layouts: Iterable[Layout]) -> list[Layout]:
+    by_mesh: dict[str, Layout] = {}
+    for each in layouts:
+        by_mesh.setdefault(str(each.mesh), each)
+    return list(by_mesh.values())
 
 
 # ---- longest sequence, fewest devices

@@ -29,9 +29,10 @@ from trainer.trace.pieces import (
 )
 
 
-class TensorName(NamedTuple):
+@dataclass(frozen=True, eq=False)
+class TensorName:
     """One of the tensors of a piece that outlive it, by what it is and how many like it came
-    before.
+    before. Pieces have the names in common, so that they are compared by identity.
     """
 
     allocation: Allocation
@@ -58,6 +59,7 @@ class Death(NamedTuple):
 
 Change = Transient | Birth | Death
 Key = tuple[Place, TensorName]
+"""A tensor, by the piece that allocates it and its name there."""
 Buffer = tuple[int, str]
 """Size and dtype of buffers of the host, which serve each other's tensors."""
 Target = Callable[[Place], int]
@@ -86,8 +88,9 @@ class Correspondence:
         return copies
 
     def original(self, place: Place) -> Place:
-        unit = self.blocks[place.stage][place.unit] if isinstance(place.unit, int) else place.unit
-        return place._replace(micro_batch=self._original_micro_batch(place.micro_batch), unit=unit)
+        action, stage, number, unit = place
+        original = self.blocks[stage][unit] if isinstance(unit, int) else unit
+        return Place(action, stage, self._original_micro_batch(number), original)
 
     def _original_micro_batch(self, number: int) -> int:
         """The recorded one that it is like: the last recorded one stands for all others, or the one
@@ -104,21 +107,18 @@ class Correspondence:
         what `origin` allocated.
         """
         # A block frees what a neighbour allocated, at the distance that was recorded.
-        source = origin._replace(micro_batch=self._micro_batch(origin, here, copy))
-        if not isinstance(origin.unit, int):
-            yield source
-        elif (
-            isinstance(here.unit, int)
-            and isinstance(copy.unit, int)
-            and here.stage == origin.stage
-        ):
-            yield source._replace(unit=origin.unit + copy.unit - here.unit)
+        action, stage, _, unit = origin
+        number = self._micro_batch(origin, here, copy)
+        if not isinstance(unit, int):
+            yield Place(action, stage, number, unit)
+        elif isinstance(here.unit, int) and isinstance(copy.unit, int) and here.stage == stage:
+            yield Place(action, stage, number, unit + copy.unit - here.unit)
         else:
             # A piece outside of the blocks frees tensors of all blocks that are like the recorded
             # one.
-            for block, recorded in enumerate(self.blocks[origin.stage]):
-                if recorded == origin.unit:
-                    yield source._replace(unit=block)
+            for block, recorded in enumerate(self.blocks[stage]):
+                if recorded == unit:
+                    yield Place(action, stage, number, block)
 
     def _micro_batch(self, origin: Place, here: Place, copy: Place) -> int:
         if origin.action in MOMENTS:
@@ -137,7 +137,9 @@ class Memory:
     """Tensors that are alive while pieces run one after the other."""
 
     device_bytes: int
-    live: dict[Key, Allocation] = field(default_factory=dict)
+    live: set[Key] = field(default_factory=set)
+    changes: list[Key] = field(default_factory=list)
+    """Tensors in the order in which they were allocated and freed."""
     used_buffers: Counter[Buffer] = field(default_factory=Counter)
     """Buffers of the host in use."""
     host_buffers: Counter[Buffer] = field(default_factory=Counter)
@@ -148,16 +150,24 @@ class Memory:
     """First allocation of each kind of buffer, which names it."""
 
     def allocate(self, place: Place, name: TensorName) -> None:
-        self.live[place, name] = name.allocation
+        self.live.add((place, name))
+        self.changes.append((place, name))
         self._add(name.allocation, 1)
 
     def free(self, place: Place, name: TensorName) -> bool:
         """Frees a tensor; False if there is no such tensor."""
-        allocation = self.live.pop((place, name), None)
-        if allocation is None:
+        key = place, name
+        if key not in self.live:
             return False
-        self._add(allocation, -1)
+        self.live.remove(key)
+        self.changes.append(key)
+        self._add(name.allocation, -1)
         return True
+
+    def live_after(self, num_changes: int) -> list[Key]:
+        """Tensors that were alive after the first changes."""
+        counts = Counter(self.changes[:num_changes])
+        return [key for key, count in counts.items() if count % 2]
 
     def _add(self, allocation: Allocation, sign: int) -> None:
         if not allocation.on_host:
@@ -176,8 +186,8 @@ class Memory:
 
 class Peak(NamedTuple):
     size: int
-    position: int
-    """Number of the change in the whole step."""
+    num_changes: int
+    """Lasting changes before it."""
     place: Place
     transients: tuple[Allocation, ...] = ()
     """Tensors alive at the peak that live only within its piece."""
@@ -206,6 +216,8 @@ class LiveTensor(NamedTuple):
 class ComposedStep(NamedTuple):
     """One rank's whole step."""
 
+    order: tuple[int, ...]
+    """Its pieces, as indices of recorded ones."""
     peak: Peak
     """Peak of the device."""
     host_bytes: int
@@ -221,10 +233,8 @@ class ComposedStep(NamedTuple):
     """Tensors that copies of a piece should have freed and did not find: (recorded piece, its
     origin, name).
     """
-    left: Counter[tuple[Place, TensorName]]
-    """Tensors that no copy freed, unlike the recorded step: (recorded piece that allocated it,
-    name).
-    """
+    left: Counter[Key]
+    """Recorded tensors that no copy freed, unlike the recorded step."""
 
     @property
     def offloaded_bytes(self) -> int:
@@ -243,23 +253,14 @@ class ComposedStep(NamedTuple):
 
 
 def compose(
-    trace: Trace, order: Sequence[Place], like: Correspondence, target: Target | None = None
+    trace: Trace, order: Iterable[Place], like: Correspondence, target: Target | None = None
 ) -> ComposedStep:
     """The whole step in this `order` of pieces. `target` is needed if some send messages."""
-    changes = lasting_changes(trace.pieces)
-    run = Composition(trace, changes, order, like, target)
-    peak = Peak(-1, -1, BEGIN)
-    for position, place, transient in run.changes():
-        found = run.memory.device_bytes + transient.size
-        if found > peak.size:
-            peak = Peak(found, position, place, transient.alive)
-    # Two runs: to keep what is alive at every new peak would copy it thousands of times.
-    again = Composition(trace, changes, order, like, target)
-    for position, _, _ in again.changes():
-        if position == peak.position:
-            break
-    live = [*again.live(), *again.transients(peak), *run.host_buffers()]
+    run = Composition(trace, like, target)
+    peak = run.run(order)
+    live = [*run.live(peak), *run.transients(peak), *run.host_buffers()]
     return ComposedStep(
+        tuple(run.order),
         peak,
         run.memory.host_bytes,
         run.work(),
@@ -274,38 +275,34 @@ def compose(
 class Composition:
     """Runs the copies of recorded pieces."""
 
-    def __init__(
-        self,
-        trace: Trace,
-        changes: list[list[Change]],
-        order: Sequence[Place],
-        like: Correspondence,
-        target: Target | None,
-    ) -> None:
-        """`changes`: the lasting changes of each recorded piece."""
+    def __init__(self, trace: Trace, like: Correspondence, target: Target | None) -> None:
         self._trace = trace
-        self._order = order
         self._like = like
         self._target = target
         self._index = {piece.place: index for index, piece in enumerate(trace.pieces)}
-        self._changes = changes
+        self._changes = lasting_changes(trace.pieces)
+        self._ends: dict[Key, Place] = {
+            (trace.pieces[change.origin].place, change.name): piece.place
+            for piece, changes in zip(trace.pieces, self._changes, strict=True)
+            for change in changes
+            if isinstance(change, Death)
+        }
+        """Where recorded tensors are freed."""
+        self.order: list[int] = []
+        """Recorded pieces whose copies ran so far."""
         self.states = like.copied_states(trace.states)
         states = sum(state.size * count for state, count in self.states.items())
         self.memory = Memory(states + trace.other_states)
-        self._copies = Counter[int]()
-        """Copies of each recorded piece so far."""
         self.missing = Counter[tuple[Place, Place, TensorName]]()
         self._sent_tensors = self._find_sent_tensors()
         self._latest_sent: dict[int, Place] = {}
 
-    def changes(self) -> Iterator[tuple[int, Place, Transient]]:
-        """Between changes of what outlives a piece: a number, the piece, and what lives only there
-        besides.
-        """
-        position = 0
-        for place in self._order:
+    def run(self, order: Iterable[Place]) -> Peak:
+        """Runs copies in this order, and finds the peak of the device."""
+        peak = Peak(-1, 0, BEGIN)
+        for place in order:
             index = self._index[self._like.original(place)]
-            self._copies[index] += 1
+            self.order.append(index)
             if "send" in place.action or place == FINISH:
                 self._free_sent(place)
             for change in self._changes[index]:
@@ -313,33 +310,23 @@ class Composition:
                     self.memory.allocate(place, change.name)
                 elif isinstance(change, Death):
                     self._free(change, index, place)
-                else:
-                    yield position, place, change
-                    position += 1
+                elif (size := self.memory.device_bytes + change.size) > peak.size:
+                    peak = Peak(size, len(self.memory.changes), place, change.alive)
+        return peak
 
-    def live(self) -> list[LiveTensor]:
-        """Tensors on the device that outlive their piece."""
-        ends = {
-            (change.origin, change.name): piece.place
-            for piece, changes in zip(self._trace.pieces, self._changes, strict=True)
-            for change in changes
-            if isinstance(change, Death)
-        }
-        alike = Counter[tuple[int, TensorName]]()
-        for place, name in self.memory.live:
-            if not name.allocation.on_host:
-                alike[self._index[self._like.original(place)], name] += 1
+    def live(self, peak: Peak) -> list[LiveTensor]:
+        """Tensors on the device at the peak that outlive their piece."""
+        live = self.memory.live_after(peak.num_changes)
+        alike = Counter(self._recorded(*key) for key in live if not key[1].allocation.on_host)
         return [
-            LiveTensor(
-                name.allocation, self._trace.pieces[index].place, ends.get((index, name)), count
-            )
-            for (index, name), count in alike.items()
+            LiveTensor(name.allocation, place, self._ends.get((place, name)), count)
+            for (place, name), count in alike.items()
         ]
 
     def transients(self, peak: Peak) -> list[LiveTensor]:
         """Tensors of the peak that live only within its piece."""
-        piece = self._trace.pieces[self._index[self._like.original(peak.place)]]
-        return [LiveTensor(allocation, piece.place, piece.place) for allocation in peak.transients]
+        place = self._like.original(peak.place)
+        return [LiveTensor(allocation, place, place) for allocation in peak.transients]
 
     def host_buffers(self) -> list[LiveTensor]:
         """Buffers of the host, used and free."""
@@ -352,7 +339,7 @@ class Composition:
     def work(self) -> Work:
         """Work of all copies so far."""
         total = Work()
-        for index, times in self._copies.items():
+        for index, times in Counter(self.order).items():
             total.add(self._trace.pieces[index].work, times)
         return total
 
@@ -367,34 +354,23 @@ class Composition:
             if not self.memory.free(place, death.name) and origin.action in PASSES:
                 self.missing[here, origin, death.name] += 1
 
-    def left(self) -> Counter[tuple[Place, TensorName]]:
+    def left(self) -> Counter[Key]:
         """Tensors of passes that are alive although the recorded step freed them."""
-        freed = {
-            (self._trace.pieces[change.origin].place, change.name)
-            for changes in self._changes
-            for change in changes
-            if isinstance(change, Death)
-        }
-        alive = (
-            (self._like.original(place), name)
-            for place, name in self.memory.live
-            if place.action in PASSES
-        )
-        return Counter(each for each in alive if each in freed)
+        alive = (self._recorded(*key) for key in self.memory.live if key[0].action in PASSES)
+        return Counter(each for each in alive if each in self._ends)
+
+    def _recorded(self, place: Place, name: TensorName) -> Key:
+        """The recorded tensor that one of the whole step is like."""
+        return self._like.original(place), name
 
     # ---- messages of a pipeline: what is sent lives until the next message to the same rank
 
-    def _find_sent_tensors(self) -> dict[tuple[str, int], tuple[Place, TensorName]]:
-        """The tensor that each pass of a stage sends, with the recorded piece that allocated
-        it.
-        """
-        found: dict[tuple[str, int], tuple[Place, TensorName]] = {}
-        for piece, changes in zip(self._trace.pieces, self._changes, strict=True):
-            if "send" in piece.place.action or piece.place == FINISH:
-                for death in changes:
-                    if isinstance(death, Death):
-                        origin = self._trace.pieces[death.origin].place
-                        found.setdefault((origin.action, origin.stage), (origin, death.name))
+    def _find_sent_tensors(self) -> dict[tuple[str, int], Key]:
+        """The recorded tensor that each pass of a stage sends."""
+        found: dict[tuple[str, int], Key] = {}
+        for (origin, name), end in self._ends.items():
+            if "send" in end.action or end == FINISH:
+                found.setdefault((origin.action, origin.stage), (origin, name))
         return found
 
     def _free_sent(self, place: Place) -> None:
@@ -428,6 +404,7 @@ def lasting_changes(pieces: Sequence[Piece]) -> list[list[Change]]:
         for event in piece.events
         if isinstance(event, Free)
     }
+    known: dict[tuple[Allocation, int], TensorName] = {}
     names: dict[tuple[int, int], TensorName] = {}
     for index, piece in enumerate(pieces):
         alike = Counter[Allocation]()
@@ -436,7 +413,8 @@ def lasting_changes(pieces: Sequence[Piece]) -> list[list[Change]]:
             # Host buffers always last, because which of them exist depends on the order of the
             # whole step.
             if allocation.size and (allocation.on_host or ends.get((index, number)) != index):
-                names[index, number] = TensorName(allocation, alike[allocation])
+                name = allocation, alike[allocation]
+                names[index, number] = known.setdefault(name, TensorName(*name))
                 alike[allocation] += 1
     return [_lasting_changes(index, piece, names) for index, piece in enumerate(pieces)]
 

@@ -52,8 +52,6 @@ def rank_step(
     config: Config, short: ShortStep, trace: Trace, whole: ComposedStep, *, on_gpu: bool
 ) -> RankStep:
     """The step of the rank that was traced. `on_gpu`: with the workspaces of a GPU's products."""
-    index = {piece.place: number for number, piece in enumerate(trace.pieces)}
-    order = tuple(index[short.correspondence.original(place)] for place in short.order())
     whole_states = whole.other_states + sum(
         state.size * count for state, count in whole.states.items()
     )
@@ -66,7 +64,9 @@ def rank_step(
     # Allocations served to compose the peak; without them an answer on disk is small.
     pieces = tuple(Piece(piece.place, [], piece.timeline) for piece in trace.pieces)
     state_ratio = whole_states / max(1, trace.state_bytes)
-    return RankStep(short.world_size, estimate, pieces, order, dict(_windows(short)), state_ratio)
+    return RankStep(
+        short.world_size, estimate, pieces, whole.order, dict(_windows(short)), state_ratio
+    )
 
 
 def _windows(short: ShortStep) -> Iterator[tuple[tuple[int, int], int | None]]:

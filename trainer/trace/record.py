@@ -137,7 +137,7 @@ def _trace(
     step = _with_host_budget(ShortStep(config, world_size, rank, extra), run)
     while True:
         trace = run(step)
-        whole = compose(trace, [*step.order()], step.correspondence, step.target)
+        whole = compose(trace, step.order(), step.correspondence, step.target)
         if whole.is_closed:
             return TracedStep(whole, step, trace)
         longer = _longer(step, whole)
@@ -176,7 +176,7 @@ def _with_host_budget(step: ShortStep, run: Callable[[ShortStep], Trace]) -> Sho
     # Micro-batches share the budget in the order of the whole schedule, which no short step shows.
     if step.plan.pp > 1:
         needed = compose(
-            trace, [*unlimited.order()], unlimited.correspondence, unlimited.target
+            trace, unlimited.order(), unlimited.correspondence, unlimited.target
         ).offloaded_bytes
         if needed > budget:
             raise UntraceableError(

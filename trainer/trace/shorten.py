@@ -254,7 +254,8 @@ class ShortStep:
             if (action := tick.actions[self.pp_rank]) is not None:
                 yield from self._pass(ACTIONS[action.kind], action.stage, action.micro_batch)
             for message in tick.messages:
-                yield from message_places(message, self.pp_rank)
+                if self.pp_rank in (message.source, message.target):
+                    yield from message_places(message, self.pp_rank)
 
     def _pass(self, action: str, stage: int, number: int) -> Iterator[Place]:
         blocks = range(len(self.stages[stage].originals))
