@@ -41,7 +41,7 @@ K = 1 << 10
 M = 1 << 20
 MODELS = {"8B": ("llama3", "8b"), "70B": ("llama3", "70b"), "405B": ("llama3.1", "405b")}
 GPUS = (8, 64, 512, 4096, 16_384)
-LENGTHS = (8 * K, 32 * K, 128 * K, 512 * K, M, 4 * M, 16 * M)
+LENGTHS = (8 * K, 32 * K, 128 * K, M, 16 * M)
 TOKENS = 4 * M
 EACH = 16 * K
 """Tokens of a step, and the least per GPU; at least one sequence."""

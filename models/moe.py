@@ -40,7 +40,7 @@ from models.router import (
 )
 from models.row_groups import RowGroups, has_grouped_product
 from models.sublayer import SublayerModule, Weights
-from models.tiling import CompilePiece, bytes_per_token
+from models.tiling import CompilePiece, bytes_per_token, map_each
 from models.wide_products import unrounded_linear
 
 
@@ -124,7 +124,7 @@ class MixtureOfExperts(SublayerModule):
 
         Collective; the host may wait.
         """
-        experts = [self.choose(logits.flatten(0, 1)) for logits in logits_BSX]
+        experts = map_each(lambda logits: self.choose(logits.flatten(0, 1)), logits_BSX)
         rows = self.dispatcher.rows(
             experts,
             self.config.num_experts,
@@ -139,29 +139,30 @@ class MixtureOfExperts(SublayerModule):
         # The targets of this rank's tokens, among those that tp ranks share.
         own_BS = is_target.split(sum(lengths), dim=1)[self.dispatcher.tp_rank]
         run = self._compiled(tile_sums)
-        sums: list[TileSums] = [
-            run(logits.flatten(0, 1), of_tile, target, num_targets, self.rule)
-            for logits, of_tile, target in zip(
-                logits_BSX, experts, own_BS.split(lengths, dim=1), strict=True
-            )
-        ]
-        if self.statistics is not None:
-            for of_tile in sums:
-                self.statistics += of_tile.statistics
-        loads = self._loads(sums, lengths, logits_BSX[0].dtype)
+
+        def add_up(logits: Tensor, experts: Tensor, is_target: Tensor) -> TileSums:
+            sums: TileSums = run(logits.flatten(0, 1), experts, is_target, num_targets, self.rule)
+            if self.statistics is not None:
+                self.statistics += sums.statistics
+            return sums
+
+        sums = map_each(add_up, logits_BSX, experts, own_BS.split(lengths, dim=1))
+        loads = self._loads(sums, logits_BSX)
         return [*map(TileRouting, experts, rows, (each.share for each in sums), loads)]
 
-    def _loads(
-        self, sums: Sequence[TileSums], lengths: Sequence[int], dtype: torch.dtype
-    ) -> list[Tensor]:
-        """Loads for each tile of these lengths, [N, X]."""
+    def _loads(self, sums: Sequence[TileSums], logits_BSX: Sequence[Tensor]) -> list[Tensor]:
+        """Loads for each tile, [N, X]."""
+        dtype = logits_BSX[0].dtype
         if not self.step.balances_sequences:
             load_X = self.get_buffer("last_load").to(dtype)
             return [load_X.expand(len(each.share), -1) for each in sums]
         counts_BX = torch.stack([each.counts for each in sums]).sum(0)
         counts_BX = self.dispatcher.sum_over_sequence(counts_BX)
         load_BX = counts_BX / counts_BX.mean(-1, keepdim=True).clamp(min=SUM_FLOOR)
-        return [load_BX.to(dtype).repeat_interleave(length, dim=0) for length in lengths]
+        load_BX = load_BX.to(dtype)
+        return map_each(
+            lambda logits: load_BX.repeat_interleave(logits.shape[1], dim=0), logits_BSX
+        )
 
     def expert_weights(self, logits_NX: Tensor, routing: TileRouting) -> Tensor:
         """[N, K]; losses of the router add their gradients here."""

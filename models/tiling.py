@@ -16,6 +16,7 @@ from torch import Tensor
 from models.dtypes import accumulation_dtype
 
 Part = TypeVar("Part")
+Result = TypeVar("Result")
 Likeness = Callable[[Any], Hashable]
 """Equal for parts that take the same operations on tensors of the same shapes, wherever they are
 in the loop.
@@ -75,9 +76,7 @@ class TokenTiles:
 
     def each(self, *beside: Sequence[Any]) -> Iterator[tuple[Any, ...]]:
         """Every tile, with what `beside` has for it."""
-        return each(
-            [*zip(self.tiles, *beside, strict=True)], lambda part: part[0].stop - part[0].start
-        )
+        return each([*zip(self.tiles, *beside, strict=True)], lambda part: _size(part[0]))
 
     def map_tiles(
         self,
@@ -145,6 +144,29 @@ def each(parts: Sequence[Part], likeness: Likeness = lambda _: None) -> Iterator
     No part may need what the body keeps of a certain other one.
     """
     return _loops[-1](parts, likeness) if _loops else iter(parts)
+
+
+def map_each(
+    compute: Callable[..., Result], parts: Sequence[slice | Tensor], *beside: Sequence[Any]
+) -> list[Result]:
+    """`compute` of every part, with what `beside` has for it, in order. Those of one size cost
+    alike, so that parts that do not run have the result of one before.
+    """
+    sizes = [*map(_size, parts)]
+    arguments = [*zip(parts, *beside, strict=True)]
+    indices = each(range(len(parts)), sizes.__getitem__)
+    results = {index: compute(*arguments[index]) for index in indices}
+    latest: dict[Hashable, Result] = {}
+    found = []
+    for index, size in enumerate(sizes):
+        if index in results:
+            latest[size] = results[index]
+        found.append(latest[size])
+    return found
+
+
+def _size(part: slice | Tensor) -> Hashable:
+    return part.stop - part.start if isinstance(part, slice) else part.shape
 
 
 def each_chunk(length: int, size: int) -> Iterator[slice]:

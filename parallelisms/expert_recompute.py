@@ -18,7 +18,7 @@ from torch import Tensor
 
 from models.moe import MixtureOfExperts, TileRouting
 from models.sublayer import LocalGraph, Sublayer, Weights, as_leaves
-from models.tiling import GradAccumulator, TokenTiles
+from models.tiling import GradAccumulator, TokenTiles, map_each
 
 
 class ExpertHalf:
@@ -35,7 +35,9 @@ class ExpertHalf:
         weights = self._sublayer.weights()
         if not self._routings:
             self._agree_on_tiles()
-            logits = [self._logits(hidden_BSE[:, tile], weights)[1] for tile in self._tiles.tiles]
+            logits = map_each(
+                lambda tile: self._logits(hidden_BSE[:, tile], weights)[1], self._tiles.tiles
+            )
             self._routings = self._module.route(logits, hidden_BSE.dtype)
             del logits
         (out_BSE,) = self._tiles.map_tiles(

@@ -119,3 +119,24 @@ def test_a_weight_without_gradient_is_refused_by_name() -> None:
     sums.add({"q_proj.weight": torch.ones(2)})
     with pytest.raises(ValueError, match=r"found no gradient of q_proj\.bias"):
         sums.pop_grads()
+
+
+def test_every_part_has_its_own_result() -> None:
+    parts = [slice(0, 2), slice(2, 4), slice(4, 5)]
+    found = tiling.map_each(lambda part, number: part.start + number, parts, [10, 20, 30])
+    assert found == [10, 22, 34]
+
+
+def test_a_part_that_does_not_run_has_the_result_of_the_one_before_of_its_size() -> None:
+    lengths = [1, 2, 1, 2, 1, 2, 1]
+    parts = [torch.empty(length) for length in lengths]
+    ran = []
+
+    def compute(part_S: Tensor, number: int) -> int:
+        ran.append(len(part_S))
+        return number
+
+    with tiling.loops_run_by(lambda indices, _: iter([indices[at] for at in (0, 1, 2, 6)])):
+        found = tiling.map_each(compute, parts, range(7))
+    assert ran == [1, 2, 1, 1]
+    assert found == [0, 1, 2, 1, 2, 1, 6]

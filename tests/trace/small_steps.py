@@ -35,7 +35,12 @@ FOUR = "parallelism.pp=2 model.num_layers=4 training.global_batch_size=4"
 
 def configured(changes: str = "") -> Config:
     values = MODEL | dict(change.split("=", 1) for change in changes.split())
-    return load([*chain.from_iterable((f"--{key}", str(value)) for key, value in values.items())])
+    config = load(
+        [*chain.from_iterable((f"--{key}", str(value)) for key, value in values.items())]
+    )
+    # An option that no layer reads would make a case of another one.
+    assert not config.model.problems()
+    return config
 
 
 @cache

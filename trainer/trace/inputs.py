@@ -20,7 +20,7 @@ from models.device_paths import traced_as_gpu
 from models.dispatch import Rows, padded_rows, sort_by_expert
 from models.dtypes import accumulation_dtype
 from models.row_groups import RowGroups
-from models.tiling import CompilePiece
+from models.tiling import CompilePiece, map_each
 from parallelisms.expert_parallel import RankDispatcher
 from trainer.step.trainer import Trainer
 from trainer.trace.operators import OpCounterMode
@@ -95,13 +95,13 @@ def balanced_experts(counter: OpCounterMode) -> Iterator[None]:
     def own_rows(
         experts: Sequence[Tensor], num_experts: int, *, padded: bool, compiled: CompilePiece
     ) -> list[Rows]:
-        if padded:
-            return [padded_rows(each, num_experts, compiled) for each in experts]
-        groups = [RowGroups(counts_of(each, num_experts)) for each in experts]
-        return [
-            sort_by_expert(each, num_experts)[0]._replace(groups=of)
-            for each, of in zip(experts, groups, strict=True)
-        ]
+        def of_tile(tile: Tensor) -> Rows:
+            if padded:
+                return padded_rows(tile, num_experts, compiled)
+            groups = RowGroups(counts_of(tile, num_experts))
+            return sort_by_expert(tile, num_experts)[0]._replace(groups=groups)
+
+        return map_each(of_tile, experts)
 
     def rows_of_ranks(
         self: Any,
@@ -116,15 +116,17 @@ def balanced_experts(counter: OpCounterMode) -> Iterator[None]:
         ranks = [
             1 if group is None else group.size() for group in (self._gather_group, self._ep_group)
         ]
-        found = []
-        for each in experts:
-            rows, _ = sort_by_expert(each, num_experts, compiled)
+
+        def of_tile(tile: Tensor) -> Rows:
+            rows, _ = sort_by_expert(tile, num_experts, compiled)
             on_device = counter.new_int64(*ranks, num_experts)
             # Counts are real integers, because split sizes depend on them.
             with unset_fake_temporarily():
-                on_host = torch.tensor(counts_of(each, num_experts)).expand(*ranks, -1)
-            found.append(self._route(rows, on_device, on_host, padded=padded))
-        return found
+                on_host = torch.tensor(counts_of(tile, num_experts)).expand(*ranks, -1)
+            found: Rows = self._route(rows, on_device, on_host, padded=padded)
+            return found
+
+        return map_each(of_tile, experts)
 
     with (
         patch("models.dispatch.own_rows", own_rows),
