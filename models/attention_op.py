@@ -111,6 +111,7 @@ def forward(
         softmax = OnlineSoftmax.of_no_keys(q_XNH)
         for block_output in block_outputs:
             softmax.merge(*block_output)
+            del block_output
         return softmax.out_XNH.to(q_XNH.dtype), softmax.lse_NX
     results: tuple[Tensor, ...] = ()
     for queries, out, lse in block_outputs:
@@ -121,6 +122,7 @@ def forward(
         results = results or tuple(x[0] for x in empty_output(q_XNH[None]))
         results[0][queries] = out
         results[1][:, queries] = lse
+        del out, lse
     out_XNH, lse_NX = results
     return out_XNH, lse_NX
 
@@ -156,6 +158,7 @@ def backward(
         results = results or empty_grads(q_XNH, k_XKH, v_XKH)
         for result, tokens, grad in zip(results, (queries, keys, keys), grads, strict=True):
             result[tokens] = grad
+        del grads, grad
     dq, dk, dv = results
     return dq, dk, dv
 

@@ -60,19 +60,29 @@ def attend_blocks(
         forward = (
             DENSE_KERNELS[name][0] if softcap is None else partial(_plain_forward, softcap=softcap)
         )
-        for block in each(part.blocks, ScoreBlock.shape):
-            num_queries = block.q1 - block.q0
-            length = _call_length(name, block)
-            q, k, v = _block_tokens(block, [q_XNH], [k_YKH, v_YKH], length)
-            out, lse = forward(q, k, v, block.mask != "full")
-            # The call may be longer than the block (`_call_length`).
-            out_PNH = out[0].transpose(0, 1)[:num_queries]
-            lse_NP = lse[0, :, :num_queries]
-            # It ran in reversed order, where a flipped block is causal.
-            if block.mask == "flipped":
-                out_PNH = out_PNH.flip(0)
-                lse_NP = lse_NP.flip(1)
-            yield slice(block.q0, block.q1), out_PNH, lse_NP
+        attend = partial(_attend_block, name, forward, [q_XNH], [k_YKH, v_YKH])
+        yield from map(attend, each(part.blocks, ScoreBlock.shape))
+
+
+def _attend_block(
+    name: str,
+    forward: Callable[..., tuple[Tensor, Tensor]],
+    queries: list[Tensor],
+    keys: list[Tensor],
+    block: ScoreBlock,
+) -> tuple[TokenIndex, Tensor, Tensor]:
+    """A function of its own, so that nothing of a block lives on beside the next one."""
+    num_queries = block.q1 - block.q0
+    length = _call_length(name, block)
+    out, lse = forward(*_block_tokens(block, queries, keys, length), block.mask != "full")
+    # The call may be longer than the block (`_call_length`).
+    out_PNH = out[0].transpose(0, 1)[:num_queries]
+    lse_NP = lse[0, :, :num_queries]
+    # It ran in reversed order, where a flipped block is causal.
+    if block.mask == "flipped":
+        out_PNH = out_PNH.flip(0)
+        lse_NP = lse_NP.flip(1)
+    return slice(block.q0, block.q1), out_PNH, lse_NP
 
 
 def attend_blocks_backward(
@@ -98,33 +108,42 @@ def attend_blocks_backward(
             for batch in part.varlen_batches(q_XNH.device):
                 grad, q, out = (x[batch.queries] for x in (grad_XNH, q_XNH, out_XNH))
                 k, v = (x[batch.keys] for x in (k_YKH, v_YKH))
-                grads = _flash_backward(
-                    grad, q, k, v, out, lse_NX[:, batch.queries], batch, part.window
-                )
+                lse = lse_NX[:, batch.queries]
+                grads = _flash_backward(grad, q, k, v, out, lse, batch, part.window)
                 yield batch.queries, batch.keys, *grads
+                del grads
             continue
         backward = (
             DENSE_KERNELS[name][1]
             if softcap is None
             else partial(_plain_backward, softcap=softcap)
         )
-        for block in each(part.blocks, ScoreBlock.shape):
-            num_queries = block.q1 - block.q0
-            length = _call_length(name, block)
-            grad, q, out, k, v = _block_tokens(
-                block, [grad_XNH, q_XNH, out_XNH], [k_YKH, v_YKH], length
-            )
-            lse = lse_NX[None, :, block.q0 : block.q1]
-            lse = lse.flip(2) if block.mask == "flipped" else lse
-            # A row that only fills up gets no weight, so it adds nothing to the gradients.
-            lse = lse if length is None else F.pad(lse, (0, length - num_queries), value=torch.inf)
-            grads = backward(grad, q, k, v, out, lse, block.mask != "full")
-            dq, dk, dv = (
-                x[0].transpose(0, 1)[: None if length is None else num_queries] for x in grads
-            )
-            if block.mask == "flipped":
-                dq, dk, dv = (x.flip(0) for x in (dq, dk, dv))
-            yield slice(block.q0, block.q1), slice(block.k0, block.k1), dq, dk, dv
+        of_block = partial(
+            _block_grads, name, backward, [grad_XNH, q_XNH, out_XNH], [k_YKH, v_YKH], lse_NX
+        )
+        yield from map(of_block, each(part.blocks, ScoreBlock.shape))
+
+
+def _block_grads(
+    name: str,
+    backward: Callable[..., Grads],
+    queries: list[Tensor],
+    keys: list[Tensor],
+    lse_NX: Tensor,
+    block: ScoreBlock,
+) -> BlockGrads:
+    num_queries = block.q1 - block.q0
+    length = _call_length(name, block)
+    grad, q, out, k, v = _block_tokens(block, queries, keys, length)
+    lse = lse_NX[None, :, block.q0 : block.q1]
+    lse = lse.flip(2) if block.mask == "flipped" else lse
+    # A row that only fills up gets no weight, so it adds nothing to the gradients.
+    lse = lse if length is None else F.pad(lse, (0, length - num_queries), value=torch.inf)
+    grads = backward(grad, q, k, v, out, lse, block.mask != "full")
+    dq, dk, dv = (x[0].transpose(0, 1)[: None if length is None else num_queries] for x in grads)
+    if block.mask == "flipped":
+        dq, dk, dv = (x.flip(0) for x in (dq, dk, dv))
+    return slice(block.q0, block.q1), slice(block.k0, block.k1), dq, dk, dv
 
 
 def _block_tokens(
@@ -161,6 +180,8 @@ def accumulate_grads(accumulators: Grads, block_grads: Iterable[BlockGrads]) -> 
         total_dq[queries] += dq
         total_dk[keys] += dk
         total_dv[keys] += dv
+        # Freed before the next block allocates its own.
+        del dq, dk, dv
 
 
 def select_kernel(q_XNH: Tensor, kernel: str = "auto", *, scores: Scores = FULL_SCORES) -> str:

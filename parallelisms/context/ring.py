@@ -360,6 +360,7 @@ def forward(
             q_XNH, kv_2YKH[0], kv_2YKH[1], blocks, kernel=kernel
         ):
             softmax.merge(*block_output)
+            del block_output
         # Freed before the next rotation allocates its receive buffer.
         del kv_2YKH
     out_XNH = softmax.out_XNH
