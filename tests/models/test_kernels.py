@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from functools import partial
 from itertools import pairwise
 from typing import Any
@@ -10,11 +11,12 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from models import attention_op, kernels
 from models.dtypes import accumulation_dtype
-from models.score_blocks import CAUSAL, ScoreBlock, ScoreBlocks, block_rows, rows_before
+from models.score_blocks import CAUSAL, Mask, ScoreBlock, ScoreBlocks, block_rows, rows_before
 from models.score_pairs import Scores
 from tests.models.dense_attention import dense, inputs, run
 from tests.models.small_models import starts
@@ -330,3 +332,36 @@ def test_cuda_kernel_error_is_within_the_tolerance_of_its_dtype(
     ]
     for found, right in zip((*ours[:2], *ours[2]), (*expected[:2], *expected[2]), strict=True):
         torch.testing.assert_close(found.cpu().double(), right, rtol=near, atol=near)
+
+
+@pytest.mark.parametrize("masks", [("full", "causal", "full"), ("flipped", "flipped", "causal")])
+def test_nothing_of_a_block_lives_beside_the_next_one(
+    masks: tuple[Mask, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A long block's gradients are as large as its queries, keys and values."""
+    before = list[StorageWeakRef]()
+
+    def watched(kernel: Callable[..., tuple[Tensor, ...]]) -> Callable[..., tuple[Tensor, ...]]:
+        def run(*args: Any) -> tuple[Tensor, ...]:
+            assert all(storage.expired() for storage in before)
+            found = kernel(*args)
+            before.extend(StorageWeakRef(x.untyped_storage()) for x in found)
+            return found
+
+        return run
+
+    dense = tuple(map(watched, kernels.DENSE_KERNELS["cpu"]))
+    monkeypatch.setitem(kernels.DENSE_KERNELS, "cpu", dense)
+    grad, q, k, v = draw((4, 2))
+    spans = ((0, 6), (6, 12), (12, 20))
+    blocks = ScoreBlocks(
+        [ScoreBlock(*span, *span, mask) for span, mask in zip(spans, masks, strict=True)]
+    )
+    out, lse = attention_op.forward(q, k, v, blocks)
+    assert len(before) == 6
+    attention_op.backward(grad, q, k, v, out, lse, blocks)
+    assert len(before) == 15
+    sharing = ScoreBlocks([ScoreBlock(0, 20, *span) for span in spans])
+    out, lse = attention_op.forward(q, k, v, sharing)
+    attention_op.backward(grad, q, k, v, out, lse, sharing)
+    assert len(before) == 30
