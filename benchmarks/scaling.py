@@ -15,7 +15,7 @@ from __future__ import annotations
 import re
 import sys
 from collections.abc import Callable, Sequence
-from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures import Executor, ProcessPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -40,7 +40,7 @@ DOCS = Path(__file__).resolve().parents[1] / "docs"
 K = 1 << 10
 M = 1 << 20
 MODELS = {"8B": ("llama3", "8b"), "70B": ("llama3", "70b"), "405B": ("llama3.1", "405b")}
-GPUS = (8, 64, 512, 4096, 16_384)
+GPUS = (8, 64, 512, 4096)
 LENGTHS = (8 * K, 32 * K, 128 * K, M, 16 * M)
 TOKENS = 4 * M
 EACH = 16 * K
@@ -300,19 +300,25 @@ def render_svg(chart: LineChart) -> str:
     return svg.replace("</title>\n", f"</title>\n<style>{SVG_STYLE}</style>\n", 1)
 
 
-def without_searches(folder: Path) -> list[list[str]]:
+def without_searches(pool: Executor, folder: Path) -> list[list[str]]:
     """The last parts of the page, of meshes that are named; pictures go to the folder."""
-    (folder / "scaling_methods.svg").write_text(render_svg(hidden("8B", M)))
-    (folder / "scaling_methods_128k.svg").write_text(render_svg(hidden("8B", 128 * K)))
-    return [
-        markdown(["ranks", "ring", "allgather", "ulysses"], gathered(4 * M)),
-        markdown(["micro-batches", "1F1B: bubble, MFU %", "Interleaved1F1B"], bubble()),
-        markdown(["sequence", "on the device", "on the host"], updating()),
-        published.report([*published.tables()]),
+    of_lengths = [pool.submit(hidden, "8B", length) for length in (M, 128 * K)]
+    rows = [pool.submit(gathered, 4 * M), pool.submit(bubble), pool.submit(updating)]
+    compared = pool.submit(published.report, [*published.tables()])
+    for name, chart in zip(("methods", "methods_128k"), of_lengths, strict=True):
+        (folder / f"scaling_{name}.svg").write_text(render_svg(chart.result()))
+    headings = [
+        ["ranks", "ring", "allgather", "ulysses"],
+        ["micro-batches", "1F1B: bubble, MFU %", "Interleaved1F1B"],
+        ["sequence", "on the device", "on the host"],
     ]
+    tables = [
+        markdown(*each) for each in zip(headings, (row.result() for row in rows), strict=True)
+    ]
+    return [*tables, compared.result()]
 
 
-def with_searches(*, is_toy: bool, folder: Path) -> list[list[str]]:
+def with_searches(pool: Executor, folder: Path, *, is_toy: bool) -> list[list[str]]:
     """The first parts of the page, of the fastest meshes; pictures go to the folder."""
     gpus, lengths = ((8,), (8 * K, M)) if is_toy else (GPUS, LENGTHS)
     models = ["8B"] if is_toy else [*MODELS]
@@ -327,14 +333,13 @@ def with_searches(*, is_toy: bool, folder: Path) -> list[list[str]]:
     rows = [
         (model, count) for model in models for count in ((8,) if is_toy else (8, 32, 128, 512))
     ]
-    with ProcessPoolExecutor(max_workers=2) as pool:
-        futures = [pool.submit(call) for call in calls]
-        reached = [pool.submit(most, *row) for row in rows]
-        cells = []
-        for number, future in enumerate(futures, 1):
-            cells.append(future.result())
-            sys.stderr.write(f"{number} of {len(futures)} searches\n")
-        longest = [each.result() for each in reached]
+    futures = [pool.submit(call) for call in calls]
+    reached = [pool.submit(most, *row) for row in rows]
+    cells = []
+    for number, future in enumerate(futures, 1):
+        cells.append(future.result())
+        sys.stderr.write(f"{number} of {len(futures)} searches\n")
+    longest = [each.result() for each in reached]
     drawn, spent = strong(cells[ends:])
     (folder / "scaling_strong.svg").write_text(render_svg(drawn))
     heading = ["model", "GPUs", "longest sequence", "with", "GiB of a device, of a node"]
@@ -364,8 +369,11 @@ def main(words: Sequence[str]) -> None:
     is_toy = "--toy" in words
     folder = DOCS.parent / "outputs" / "scaling" if is_toy else DOCS
     folder.mkdir(parents=True, exist_ok=True)
-    searched = [] if "--without-searches" in words else with_searches(is_toy=is_toy, folder=folder)
-    parts = searched + without_searches(folder)
+    with ProcessPoolExecutor(max_workers=2) as pool:
+        searched = (
+            [] if "--without-searches" in words else with_searches(pool, folder, is_toy=is_toy)
+        )
+        parts = searched + without_searches(pool, folder)
     (folder / "scaling.md").write_text(fill((DOCS / "scaling.md").read_text(), parts))
 
 
