@@ -10,6 +10,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -25,8 +26,9 @@ from trainer.launch import launcher
 from trainer.new import __main__ as new_command
 from trainer.new.__main__ import main
 from trainer.new.choices import Choices
+from trainer.plan import search as layouts
 from trainer.plan.run_plan import plan_stage
-from trainer.plan.search import search
+from trainer.plan.search import SearchResult, search
 from trainer.slurm.__main__ import main as slurm_main
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -281,6 +283,21 @@ def test_a_run_that_fits_nowhere_exits_with_3_and_says_what_would_fit(
     assert main(["more", *words, "--gpus", gpus, "--seq-len", "128K"]) == 0
     assert main(["less", *words, "--gpus", "1", "--seq-len", shorter]) == 0
     assert not (folder / "big.toml").exists()
+
+
+def test_a_run_that_fits_nowhere_is_refused_where_no_trace_shows_its_leanest_layout(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def untraceable(*args: Any, **kwargs: Any) -> SearchResult:
+        return replace(search(*args, **kwargs), not_fitting=[])
+
+    monkeypatch.setattr(layouts, "search", untraceable)
+    device = folder / "small.toml"
+    device.write_text('extends = "h100-80gb"\n[device]\nmemory_gib = 0.4\n')
+    words = ["--model", "llama3/debug", "--device", "small.toml", "--corpus", "texts"]
+    assert main(["big", *words, "--gpus", "1", "--seq-len", "128K"]) == 3
+    problem, *_ = capsys.readouterr().err.splitlines()
+    assert problem.endswith("131,072 tokens fit no layout of 1 x small")
 
 
 def model_folder(path: Path, config: ModelConfig = LLAMA) -> Path:

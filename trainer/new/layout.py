@@ -6,7 +6,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from math import ceil
-from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -107,10 +106,11 @@ class NewRun:
     ) -> Iterator[str]:
         """Why nothing fits, and what would."""
         seq_len = config.training.seq_len
-        devices = f"{self.world_size:,} x {self.device.name}"
-        leanest = min(result.not_fitting, key=attrgetter("memory_utilization"))
-        shortage = leanest.memory_shortages[0]
-        yield f"{seq_len:,} tokens fit no layout of {devices}; with {describe_layout(leanest)}, {shortage}"
+        problem = f"{seq_len:,} tokens fit no layout of {self.world_size:,} x {self.device.name}"
+        # None if no trace shows even the leanest.
+        for leanest in result.not_fitting[:1]:
+            problem += f"; with {describe_layout(leanest)}, {leanest.memory_shortages[0]}"
+        yield problem
         fits = partial(self._fits, pinned=pinned)
         sizes = [factor * self.world_size for factor in MORE_DEVICES]
         enough = next((size for size in sizes if fits(config, size)), None)
