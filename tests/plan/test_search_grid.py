@@ -31,6 +31,8 @@ from trainer.plan.traced_forms import TIE_FACTOR
 FEW = 1
 MANY = 60
 """Runs in the default check, and in the slow one."""
+AS_ON_A_CPU = ("training.compile", "memory.optimizer_placement")
+"""Pinned where a dry run follows, which runs a CPU's code and has no memory of a host."""
 find = partial(search, trace=made_up_traces(spread=0.5))
 DRAWN = [*range(FEW), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(FEW, MANY))]
 MODEL = "--data.corpus copy --model.dim 512 --model.num_heads 16 --model.vocab_size 16384 --checkpoint.enabled false"
@@ -87,7 +89,8 @@ def test_what_search_returns_is_legal_and_fits(seed: int) -> None:
     for plan in (found := find(config, world_size, device)).best:
         assert plan.fits
         assert checks.layout_problems(plan.config, world_size) == []
-    for plan in search(config, world_size, device, max_results=1).best:
+    eager = with_overrides(config, {"training.compile": False})
+    for plan in search(eager, world_size, device, max_results=1, pinned=AS_ON_A_CPU).best:
         assert fits_in_a_dry_run(plan)
     for plan in found.not_fitting:
         assert plan.memory_shortages
