@@ -37,7 +37,15 @@ def test_the_scaling_page_is_complete() -> None:
             assert after.startswith("| "), f"the table of {before} is empty"
     assert all(
         name in page
-        for name in ("### 8B", "### 70B", "### 405B", "16,384 GPUs", "| 16M |", "| 8K |")
+        for name in (
+            "### 8B",
+            "### 70B",
+            "### 405B",
+            "4,096 GPUs",
+            "| 405B | 16,384 |",
+            "| 16M |",
+            "| 8K |",
+        )
     )
     assert all(
         (PLANS.parent / name).exists() for name in re.findall(r"\((scaling\w*\.svg)\)", page)
