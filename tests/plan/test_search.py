@@ -100,6 +100,13 @@ SPACES = {
 }
 
 
+def test_an_estimate_has_a_rank_for_each_end_of_a_pipeline_and_one_for_those_between() -> None:
+    words = ["--model.num_layers=8", "--training.global_batch_size=8", "--parallelism.pp=4"]
+    config = load([*words, "--training.attention=cudnn"])
+    ranks = RoughPlan(config, 4, H100).rank_at
+    assert [ranks.index(each) for each in ranks] == [0, 1, 1, 3]
+
+
 @pytest.mark.parametrize(
     ("name", "spread"),
     [

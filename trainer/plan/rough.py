@@ -101,7 +101,7 @@ class RoughPlan:
         # Only the first rank has the embedding, and only the last one the head.
         ends = 0, self.pipeline.pp - 1
         for pp_rank, kinds in enumerate(kinds_by_rank(self.config.model.build(), self.pipeline)):
-            key = frozenset(kinds.items()), pp_rank in ends and pp_rank
+            key = frozenset(kinds.items()), pp_rank if pp_rank in ends else None
             if key not in distinct:
                 distinct[key] = RoughRank(self, pp_rank)
             found.append(distinct[key])
