@@ -60,6 +60,7 @@ def attend_blocks(
         forward = (
             DENSE_KERNELS[name][0] if softcap is None else partial(_plain_forward, softcap=softcap)
         )
+        # In a function, so that nothing of a block lives on beside the next one.
         attend = partial(_attend_block, name, forward, [q_XNH], [k_YKH, v_YKH])
         yield from map(attend, each(part.blocks, ScoreBlock.shape))
 
@@ -71,7 +72,7 @@ def _attend_block(
     keys: list[Tensor],
     block: ScoreBlock,
 ) -> tuple[TokenIndex, Tensor, Tensor]:
-    """A function of its own, so that nothing of a block lives on beside the next one."""
+    """Queries of a block, their output and log-sum-exp, as `attend_blocks` yields them."""
     num_queries = block.q1 - block.q0
     length = _call_length(name, block)
     out, lse = forward(*_block_tokens(block, queries, keys, length), block.mask != "full")
@@ -132,6 +133,7 @@ def _block_grads(
     lse_NX: Tensor,
     block: ScoreBlock,
 ) -> BlockGrads:
+    """The gradient contributions of a block."""
     num_queries = block.q1 - block.q0
     length = _call_length(name, block)
     grad, q, out, k, v = _block_tokens(block, queries, keys, length)
