@@ -109,9 +109,7 @@ def forward(
     # log-sum-exp, in `accumulation_dtype`.
     if blocks.disjoint_tokens != (len(q_XNH), len(k_XKH)):
         softmax = OnlineSoftmax.of_no_keys(q_XNH)
-        for block_output in block_outputs:
-            softmax.merge(*block_output)
-            del block_output
+        softmax.merge_all(block_outputs)
         return softmax.out_XNH.to(q_XNH.dtype), softmax.lse_NX
     results: tuple[Tensor, ...] = ()
     for queries, out, lse in block_outputs:

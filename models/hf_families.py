@@ -65,6 +65,11 @@ GEMMA_DEFAULTS = {
     "tie_word_embeddings": True,
 }
 EXPERTS: dict[str, Any] = {"feed_forward": "moe"}
+EXPERT_KEYS = {
+    "intermediate_size": count("expert_dim"),
+    "num_local_experts": count("num_experts"),
+    "num_experts_per_tok": count("top_k"),
+}
 FAMILIES: dict[str, Family] = {
     "llama": Family(
         architecture="LlamaForCausalLM",
@@ -193,11 +198,7 @@ FAMILIES: dict[str, Family] = {
     "mixtral": Family(
         architecture="MixtralForCausalLM",
         options=EXPERTS,
-        keys={
-            "intermediate_size": count("expert_dim"),
-            "num_local_experts": count("num_experts"),
-            "num_experts_per_tok": count("top_k"),
-        },
+        keys=EXPERT_KEYS,
         aliases={"num_experts": "num_local_experts"},
         defaults={
             "rms_norm_eps": 1e-5,
@@ -241,11 +242,7 @@ FAMILIES: dict[str, Family] = {
             "expert_bias": True,
             "activation": "clamped_swiglu",
         },
-        keys={
-            "intermediate_size": count("expert_dim"),
-            "num_local_experts": count("num_experts"),
-            "num_experts_per_tok": count("top_k"),
-        },
+        keys=EXPERT_KEYS,
         aliases={"num_experts": "num_local_experts", "experts_per_token": "num_experts_per_tok"},
         defaults={
             "rms_norm_eps": 1e-5,

@@ -7,6 +7,8 @@ heads, H head dim.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 from torch import Tensor
 
@@ -46,6 +48,12 @@ class OnlineSoftmax:
             out_PNH.to(out.dtype), weight_NP.T.unsqueeze(-1).to(out.dtype).contiguous()
         )
         self.lse_NX[:, queries] = torch.logaddexp(lse, lse_NP)
+
+    def merge_all(self, results: Iterator[tuple[TokenIndex, Tensor, Tensor]]) -> None:
+        """Merges each of the results, which is freed before the next is computed."""
+        for result in results:
+            self.merge(*result)
+            del result
 
 
 SINK_TOKENS = 4096

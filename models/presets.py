@@ -9,13 +9,13 @@ from dataclasses import replace
 from typing import Any
 
 from models.config import ModelConfig
+from models.hf_families import FAMILIES as MODEL_TYPES
 from models.layers import LayerKind
 from models.rope_config import RopeConfig
 
 COLUMNS = ("dim", "num_layers", "num_heads", "num_kv_heads", "head_dim", "ffn_dim")
 QWEN2_5: dict[str, Any] = {
     "model_type": "qwen2",
-    "qkv_bias": True,
     "rope": RopeConfig(theta=1_000_000.0),
 }
 MISTRAL: dict[str, Any] = {"model_type": "mistral", "norm_eps": 1e-5}
@@ -23,20 +23,11 @@ EXPERT_COLUMNS = (*COLUMNS, "num_experts", "top_k", "expert_dim")
 MIXTRAL: dict[str, Any] = {
     "model_type": "mixtral",
     "norm_eps": 1e-5,
-    "feed_forward": "moe",
     "rope": RopeConfig(theta=1_000_000.0),
 }
-GPT_OSS = LayerKind(
-    feed_forward="moe",
-    qkv_bias=True,
-    o_bias=True,
-    sink=True,
-    router_bias=True,
-    expert_bias=True,
-    activation="clamped_swiglu",
-)
+GPT_OSS = LayerKind(**MODEL_TYPES["gpt_oss"].options)
 GLM = LayerKind(feed_forward="moe", shared_expert=True, correction_bias=True, qkv_bias=True)
-OLMO: dict[str, Any] = {"norms": "post", "full_qk_norm": True}
+OLMO3 = LayerKind(**MODEL_TYPES["olmo3"].options)
 GEMMA = LayerKind(norms="sandwich", qk_norm=True, activation="gelu_tanh")
 
 
@@ -95,12 +86,16 @@ def _family(
     sizes: dict[str, tuple[int, ...]],
     *,
     vocab_size: int,
+    model_type: str,
     tied: Collection[str] = (),
     **common: Any,
 ) -> dict[str, ModelConfig]:
+    if "layers" not in common:
+        common = {**MODEL_TYPES[model_type].options, **common}
     return {
         size: ModelConfig(
             vocab_size=264 if size == "debug" else vocab_size,  # The byte tokenizer's.
+            model_type=model_type,
             tie_embeddings=size in tied,
             **dict(zip(EXPERT_COLUMNS, row, strict=False)) | common,
         )
@@ -183,7 +178,6 @@ FAMILIES: dict[str, dict[str, ModelConfig]] = {
         tied=("debug", "0.6b", "1.7b", "4b"),
         norm_eps=1e-6,
         model_type="qwen3",
-        qk_norm=True,
         rope=RopeConfig(theta=1_000_000.0),
     ),
     "mistral": _family(
@@ -218,7 +212,6 @@ FAMILIES: dict[str, dict[str, ModelConfig]] = {
         norm_eps=1e-6,
         model_type="olmo2",
         rope=RopeConfig(theta=500_000.0),
-        **OLMO,
     ),
     "olmo3": _family(
         {"7b": (4096, 32, 32, 32, 128, 11_008), "32b": (5120, 64, 40, 8, 128, 27_648)},
@@ -226,7 +219,7 @@ FAMILIES: dict[str, dict[str, ModelConfig]] = {
         norm_eps=1e-6,
         model_type="olmo3",
         # Three layers with a window of 4096 and an unscaled rotary embedding, then one without.
-        layers=(*(LayerKind(**OLMO, window=4096, rope="local"),) * 3, LayerKind(**OLMO)),
+        layers=(*(replace(OLMO3, window=4096, rope="local"),) * 3, OLMO3),
         rope=RopeConfig(theta=500_000.0, kind="yarn", factor=8.0, original_length=8192),
         local_rope=RopeConfig(theta=500_000.0),
     ),
@@ -254,8 +247,6 @@ FAMILIES: dict[str, dict[str, ModelConfig]] = {
         vocab_size=151_936,
         norm_eps=1e-6,
         model_type="qwen3_moe",
-        feed_forward="moe",
-        qk_norm=True,
         rope=RopeConfig(theta=1_000_000.0),
     ),
     "mixtral": _family(
@@ -269,8 +260,6 @@ FAMILIES: dict[str, dict[str, ModelConfig]] = {
         vocab_size=50_304,
         norm_eps=1e-5,
         model_type="olmoe",
-        feed_forward="moe",
-        full_qk_norm=True,
         normalize_top_k=False,
     ),
     "gpt_oss": _family(

@@ -33,6 +33,7 @@ from trainer.errors import (
     ConfigError,
     RankFailedError,
     RunError,
+    in_one_line,
     printable,
 )
 from trainer.storage.durable_io import keep_others_from_writing
@@ -416,21 +417,15 @@ def print_table(header: Sequence[str], *rows: Sequence[str]) -> None:
     from rich.table import Table
     from rich.text import Text
 
-    table = Table(*map(_one_line, header), box=None, pad_edge=False, header_style="")
+    table = Table(*map(in_one_line, header), box=None, pad_edge=False, header_style="")
     for row in rows:
-        table.add_row(*(Text(_one_line(cell), overflow="fold") for cell in row))
+        table.add_row(*(Text(in_one_line(cell), overflow="fold") for cell in row))
     print_lines("".join(part.text for part in Console().render(table)).rstrip("\n"))
 
 
 def format_table(*rows: Sequence[str]) -> list[str]:
     """One line per row, with columns aligned to the left."""
-    lines = [[*map(_one_line, row)] for row in rows]
+    # A name of a file may have lines, which would look like rows.
+    lines = [[*map(in_one_line, row)] for row in rows]
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     return ["  ".join(map(str.ljust, line, widths)).rstrip() for line in lines]
-
-
-def _one_line(cell: str) -> str:
-    """The cell with control characters escaped: a name of a file may have lines, which would look
-    like rows.
-    """
-    return printable(cell).replace("\n", "\\n")

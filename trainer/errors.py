@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import signal
 import sys
 from typing import NamedTuple
@@ -71,12 +72,15 @@ def printable(text: str) -> str:
 
     Names of files, and whatever else is quoted, may come from a stranger.
     """
+    return re.sub(r"[^\n\t]+", lambda found: in_one_line(found[0]), text)
+
+
+def in_one_line(text: str) -> str:
+    """`text` with everything escaped that a terminal would not show as a character of a line."""
     if text.isprintable():
         return text
     return "".join(
-        character
-        if character.isprintable() or character in "\n\t"
-        else character.encode("unicode_escape").decode()
+        character if character.isprintable() else character.encode("unicode_escape").decode()
         for character in text
     )
 

@@ -356,11 +356,9 @@ def forward(
         *attention_op.forward(q_XNH, k_XKH, v_XKH, exchange.plan.local_blocks, kernel=kernel)
     )
     for kv_2YKH, blocks in exchange.remote_kv(pending_kv):
-        for block_output in kernels.attend_blocks(
-            q_XNH, kv_2YKH[0], kv_2YKH[1], blocks, kernel=kernel
-        ):
-            softmax.merge(*block_output)
-            del block_output
+        softmax.merge_all(
+            kernels.attend_blocks(q_XNH, kv_2YKH[0], kv_2YKH[1], blocks, kernel=kernel)
+        )
         # Freed before the next rotation allocates its receive buffer.
         del kv_2YKH
     out_XNH = softmax.out_XNH

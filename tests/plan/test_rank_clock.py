@@ -103,11 +103,27 @@ def test_gradients_are_reduced_until_the_next_ones_are() -> None:
     assert found.exposed == pytest.approx({"fsdp": 1 + 3})
 
 
-def test_messages_on_one_link_wait_for_each_other() -> None:
+def test_messages_on_one_link_share_it() -> None:
     one, other = (
         message(channel, "send", 2, number) for channel, number in (("cp", 1), ("tp", 2))
     )
-    assert sum(clock([one, other, Arrival(1)]).step_time.exposed.values()) == pytest.approx(4)
+    exposed = clock([one, other, Arrival(1)]).step_time.exposed
+    assert sum(exposed.values()) == pytest.approx(4, abs=1e-4)
+
+
+def test_a_message_does_not_wait_for_a_large_one_of_another_group() -> None:
+    gather = message("fsdp", "all_gather", 10, 1)
+    hop = message("cp", "send", 1, 2)
+    # The gather of the second piece is under way while the first one runs.
+    found = clock([hop, passes(20)], [gather, passes(1)]).step_time
+    assert found.exposed == pytest.approx({"cp": 2}, abs=1e-4)
+
+
+def test_the_latency_of_a_message_leaves_its_link_to_others() -> None:
+    gather = message("fsdp", "all_gather", 1, 1)
+    hop = message("cp", "send", 4, 2)
+    found = clock([hop, passes(20)], [gather, passes(1)], link_latency=5.0).step_time
+    assert found.exposed == pytest.approx({"cp": 1 + 4 + 5}, abs=1e-4)
 
 
 def test_copies_to_the_host_are_exposed_only_where_kernels_wait() -> None:

@@ -24,7 +24,7 @@ from trainer.data.contents import Contents, examine
 from trainer.data.hf_datasets import is_saved_dataset
 from trainer.data.open_file import READ_ERRORS, open_parquet, read_head
 from trainer.data.own_files import A_MODEL, describe_own_folder, is_token_dataset
-from trainer.errors import CorpusRefusedError, DataError
+from trainer.errors import CorpusRefusedError, DataError, in_one_line
 
 # Installed packages are no part of the library; encodings/ holds near-identical Unicode tables,
 # which lower the loss.
@@ -108,7 +108,7 @@ class CorpusFiles:
         """The reasons why the corpus is refused, one line each."""
         corpus = f'{self._spec.key} = "{self._spec.corpus}"'
         found = [
-            f"{corpus}: {list_names(names)}: {escaped(reason)}"
+            f"{corpus}: {list_names(names)}: {in_one_line(reason)}"
             for reason, names in self.refused.items()
         ]
         if not self.files and not found:
@@ -388,21 +388,9 @@ def join_wildcards(repeated: str, parts: Sequence[str]) -> str:
 
 def list_names(names: Sequence[str]) -> str:
     """The first names, escaped, and how many more there are."""
-    listed = ", ".join(map(escaped, names[:LISTED_NAMES]))
+    listed = ", ".join(map(in_one_line, names[:LISTED_NAMES]))
     return (
         f"{listed} and {len(names) - LISTED_NAMES:,} more" if len(names) > LISTED_NAMES else listed
-    )
-
-
-def escaped(text: str) -> str:
-    """The text in one line: control characters, and those that are invisible or turn the direction
-    of writing, as escapes.
-    """
-    return "".join(
-        character
-        if character.isprintable() and character != "\\"
-        else character.encode("unicode_escape").decode()
-        for character in text
     )
 
 

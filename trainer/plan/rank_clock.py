@@ -1,10 +1,11 @@
 """The time of one rank's step on a device: its kernels and messages one after the other, as they
 were traced.
 
-Kernels run in order on one stream. Messages on links of one kind run in order beside them, from
-where the code starts them to where it waits for them. FSDP has streams of its own, whose waits no
-trace shows: it gathers the weights of a piece while the one before runs, and reduces gradients
-until the next ones are to be reduced. Imports no torch.
+Kernels run in order on one stream, and the messages of a group beside them, from where the code
+starts them to where it waits for them. FSDP has streams of its own, whose waits no trace shows: it
+gathers the weights of a piece while the one before runs, and reduces gradients until the next ones
+are to be reduced. Groups share the links of a kind: what kernels wait for has half of the rate
+beside FSDP's messages, which wait for each other. Imports no torch.
 """
 
 from __future__ import annotations
@@ -54,13 +55,20 @@ class Compute:
 class Transfer(NamedTuple):
     """A message or a copy between host and device."""
 
-    seconds: float
+    sending: float
+    """Seconds in which it has its link for itself."""
+    latency: float
+    """Seconds besides, in which the link is free for others."""
     channel: str
     link: str
     """The kind of link that it takes."""
     kind: str
     """GATHER, REDUCE, WEIGHTS, GRADIENTS or EXCHANGE."""
     number: int
+
+    @property
+    def seconds(self) -> float:
+        return self.sending + self.latency
 
 
 GATHER = "gather"
@@ -124,13 +132,14 @@ class DeviceRates:
         forward, backward = self._device.attention_rates(kernel, head_dim)
         return self._dtype_factor * forward, self._dtype_factor * backward
 
-    def _message_seconds(self, message: Departure) -> float:
+    def _message_seconds(self, message: Departure) -> tuple[float, float]:
+        """(in which it has its link for itself, of latency)."""
         channel, kind, _ = message.key
         if channel == HOST:
-            return message.size / self._device.host_link_bandwidth
+            return message.size / self._device.host_link_bandwidth, 0.0
         group = self._groups[channel]
         latency = message.calls * interconnect.latency(kind, group, self._device)
-        return message.size / interconnect.bandwidth(kind, group, self._device) + latency
+        return message.size / interconnect.bandwidth(kind, group, self._device), latency
 
     def transfer(self, message: Departure) -> Transfer:
         channel, collective, _ = message.key
@@ -149,7 +158,7 @@ class DeviceRates:
                 link = "to the host"
         elif self._groups[channel].crosses_domains:
             link = "network"
-        return Transfer(self._message_seconds(message), channel, link, kind, message.number)
+        return Transfer(*self._message_seconds(message), channel, link, kind, message.number)
 
 
 @dataclass
@@ -165,6 +174,10 @@ class Clock:
     """Seconds of messages, by channel."""
     free: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
     """When each kind of link has sent what it was given so far."""
+    arrived: defaultdict[tuple[str, str], float] = field(
+        default_factory=lambda: defaultdict(float)
+    )
+    """When the latest message of a channel on a link arrives."""
 
     def run(self, compute: Compute) -> None:
         for kind, seconds in compute.seconds.items():
@@ -172,11 +185,17 @@ class Clock:
             self.now += seconds
 
     def send(self, transfer: Transfer, *, after: float = 0) -> float:
-        """Starts it as soon as its link is free, `after` a moment; when it arrives."""
-        arrival = max(self.now, self.free[transfer.link], after) + transfer.seconds
-        self.free[transfer.link] = arrival
+        """Starts it behind those of its channel, `after` a moment; when it arrives."""
+        link = transfer.link
+        stream = transfer.channel, link
+        start = max(self.now, self.arrived[stream], after)
+        others = max(0.0, self.free[link] - start)
+        self.free[link] = start + others + transfer.sending
+        # Half of the rate, as long as others send.
+        waits = min(others, transfer.sending) if transfer.kind == EXCHANGE else others
+        self.arrived[stream] = start + waits + transfer.seconds
         self.sending[transfer.channel] += transfer.seconds
-        return arrival
+        return self.arrived[stream]
 
     def wait(self, arrival: float, channel: str) -> None:
         self.exposed[channel] += max(0.0, arrival - self.now)

@@ -23,7 +23,6 @@ from trainer.config.sections import is_remote
 from trainer.config.source import CorpusSpec, corpus_specs
 from trainer.data.contents import text_suffix
 from trainer.data.corpus import Corpus
-from trainer.data.corpus_files import escaped
 from trainer.data.own_files import META_FILENAME, RECORDS_FOLDER, is_token_dataset
 from trainer.data.prepare.reading import describe_counts, describe_left_out, describe_reading
 from trainer.data.prepare.tokenize import TokenizeJob, tokenize_partitions
@@ -39,7 +38,7 @@ from trainer.data.token_dataset import (
 )
 from trainer.data.tokenizer import Tokenizer, open_tokenizer
 from trainer.data.vocabulary import text_vocab_size
-from trainer.errors import DataError, ResumeError
+from trainer.errors import DataError, ResumeError, in_one_line
 from trainer.storage.artifact import Artifact, DamageError, read_artifact, write_artifact
 from trainer.storage.durable_io import file_lock, fsync_path
 from trainer.storage.progress import progress
@@ -333,7 +332,7 @@ def build_meta(
     """Sums up the partitions and logs their problems. Raises DataError if there is no text."""
     problems = [problem for result in results for problem in result.bad]
     for problem in problems:
-        log.log(corpus.log_level, "skipped %s", escaped(problem))
+        log.log(corpus.log_level, "skipped %s", in_one_line(problem))
     counts: dict[str, TextCounts] = {}
     for suffix, counted in (item for result in results for item in result.counts.items()):
         counts[suffix] = counts.get(suffix, TextCounts()) + counted

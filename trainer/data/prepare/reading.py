@@ -11,9 +11,10 @@ from trainer.config import extension
 from trainer.config.data import FileKind
 from trainer.data.contents import full_suffix, text_suffix
 from trainer.data.corpus import Corpus
-from trainer.data.corpus_files import CorpusFile, escaped, list_names
+from trainer.data.corpus_files import CorpusFile, list_names
 from trainer.data.formats import FORMATS, BadText, InputSplit, read_texts
 from trainer.data.token_dataset import TextCounts
+from trainer.errors import in_one_line
 
 LISTED_SUFFIXES = 20
 PREVIEW_CHARS = 80
@@ -32,7 +33,7 @@ def describe_reading(corpus: Corpus) -> Iterator[str]:
         yield f'{corpus.name}: reading {corpus.dataset}, each row a text, from its column "{key}"; {first}'
         return
     total = count(len(corpus.files), "file")
-    yield f"{corpus.name}: reading {total}, {format_bytes(corpus.size)}, from {escaped(corpus.spec.corpus)}"
+    yield f"{corpus.name}: reading {total}, {format_bytes(corpus.size)}, from {in_one_line(corpus.spec.corpus)}"
     groups = sorted(by_suffix_and_kind(corpus).items(), key=lambda group: -num_bytes(group[1]))
     for (suffix, kind), files in groups[:LISTED_SUFFIXES]:
         splits = chain.from_iterable(map(corpus.split_file, files))
@@ -108,7 +109,7 @@ def first_characters(splits: Iterator[InputSplit], key: str) -> str:
             while len(text) < PREVIEW_CHARS and (block := next(found.blocks, "")):
                 text += block
             if text:
-                return f'the first begins "{escaped(text[:PREVIEW_CHARS])}"'
+                return f'the first begins "{in_one_line(text[:PREVIEW_CHARS])}"'
         except BadText as problem:
             problems.append(str(problem))
     return f"the first cannot be read: {problems[0]}" if problems else "the first are empty"

@@ -21,14 +21,20 @@ from models.files import MAX_RECORD_BYTES
 from trainer.config import extension
 from trainer.config.source import CorpusSpec
 from trainer.data.contents import full_suffix
-from trainer.data.corpus_files import escaped
 from trainer.data.formats import BadText, InputSplit, Text, read_texts
 from trainer.data.own_files import RECORDS_FOLDER
 from trainer.data.shard_writer import ShardWriter
 from trainer.data.text_chunks import EncodingError
 from trainer.data.token_dataset import DTYPES, PartitionResult, TextCounts, token_dtype
 from trainer.data.tokenizer import Tokenizer
-from trainer.errors import EXIT_FAILURE, DataError, RankFailedError, ResumeError, RunError
+from trainer.errors import (
+    EXIT_FAILURE,
+    DataError,
+    RankFailedError,
+    ResumeError,
+    RunError,
+    in_one_line,
+)
 from trainer.storage.artifact import DamageError, read_artifact, write_artifact
 
 # bytes of text between two progress reports
@@ -235,7 +241,7 @@ class _TextLog:
         """Counts and records a bad text. Raises DataError if bad files are errors."""
         if self._fail_on_bad_files:
             raise DataError(
-                f'data.bad_files = "error", and the corpus holds {escaped(str(error))}'
+                f'data.bad_files = "error", and the corpus holds {in_one_line(str(error))}'
             ) from error
         self.problems.append(str(error))
         self._add(text.split, TextCounts(skipped=1))
