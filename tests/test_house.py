@@ -153,7 +153,7 @@ WAITS = {
     "trainer.generate": {"generate"},
     "trainer.hardware.device": {"seconds", "read"},
     "trainer.hardware.node_checks": {"links"},  # before a run
-    "trainer.metrics.step_metrics": {"new_vector"},
+    "trainer.metrics.accumulator": {"new_vector"},
     "trainer.step.rerun": {"_observe", "_loss"},  # with training.deterministic only
     "trainer.step.trainer": {"train_state"},
 }

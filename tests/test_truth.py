@@ -38,7 +38,7 @@ from trainer.data.packing import PackedDataset, Packing, pack_documents
 from trainer.data.sequences import BlendedDataset
 from trainer.data.tokenizer import ByteTokenizer
 from trainer.evaluation.needle import FillerText, NeedleDataset, PasskeySentences, evaluate_length
-from trainer.metrics.step_metrics import MetricAccumulator, position_bucket_names
+from trainer.metrics.accumulator import MetricAccumulator, position_bucket_names
 from trainer.step.build import ParallelModel
 from trainer.step.lr_schedule import lr_factor
 from trainer.step.process_group import process_group

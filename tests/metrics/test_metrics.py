@@ -38,8 +38,8 @@ from trainer.config.parse import load
 from trainer.data.loader import MicroBatchLoader
 from trainer.errors import RunFailedError
 from trainer.hardware.device import AsyncHostCopy, Stopwatch
+from trainer.metrics.accumulator import MetricAccumulator, MetricLayout, position_bucket_names
 from trainer.metrics.loggers import ConsoleLogger, format_duration, format_step
-from trainer.metrics.step_metrics import MetricAccumulator, MetricLayout, position_bucket_names
 from trainer.metrics.trackers import (
     DASHBOARD,
     EXPERT_TAGS,
@@ -48,7 +48,7 @@ from trainer.metrics.trackers import (
     events_folder,
     with_model,
 )
-from trainer.run.metrics import MetricsProcessor
+from trainer.run.metrics_processor import MetricsProcessor
 from trainer.step.trainer import StepMetrics, StepResult, Trainer
 from trainer.storage.run_dir import RunDir
 

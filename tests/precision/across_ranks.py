@@ -35,7 +35,7 @@ from parallelisms.pipeline import Pipeline
 from parallelisms.tensor_parallel import TensorParallelizer
 from tests.models.small_models import SMALL, gradients, packed, small_model
 from tests.precision.errors import Results, positive
-from trainer.metrics.step_metrics import MetricAccumulator
+from trainer.metrics.accumulator import MetricAccumulator
 
 HALF = torch.bfloat16
 

@@ -13,7 +13,7 @@ FILES = [
         for folder in ("models", "parallelisms", "trainer/step")
         for path in (ROOT / folder).rglob("*.py")
     ),
-    ROOT / "trainer" / "metrics" / "step_metrics.py",
+    ROOT / "trainer" / "metrics" / "accumulator.py",
     *sorted((ROOT / "trainer" / "evaluation").glob("*.py")),
     ROOT / "trainer" / "run" / "validation.py",
 ]

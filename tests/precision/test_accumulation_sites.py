@@ -62,12 +62,12 @@ IN_GRID = {
     "trainer.step.optimizer.Optimizer.grad_norm": ("get_total_norm sum", "gradient norm: tensors"),
     "trainer.step.trainer._build_optimizer": ("all_reduce", "gradient norm: tensors"),
     "trainer.step.trainer.Trainer.accumulate_gradients": ("all_reduce sum", "micro-batches"),
-    "trainer.metrics.step_metrics.MetricAccumulator.add": (
+    "trainer.metrics.accumulator.MetricAccumulator.add": (
         "+= += += += += += += += index_add_ sum sum",
         "micro-batches",
     ),
     "trainer.run.validation.evaluate_dataset": ("all_reduce", "metrics: ranks"),
-    "trainer.metrics.step_metrics.MetricAccumulator.all_reduce": ("all_reduce", "metrics: ranks"),
+    "trainer.metrics.accumulator.MetricAccumulator.all_reduce": ("all_reduce", "metrics: ranks"),
 }
 INTEGERS = "integers"
 FLOAT64 = "in float64"
@@ -183,7 +183,7 @@ EXEMPT = {
     "trainer.evaluation.needle.PasskeySentences.max_overhead": ("sum", INTEGERS),
     "trainer.evaluation.needle.evaluate_length": ("all_reduce sum", FLOAT64),
     "trainer.evaluation.needle.evaluate_length.record": ("index_add_ sum", FLOAT64),
-    "trainer.metrics.step_metrics.MetricAccumulator.__init__": ("sum", INTEGERS),
+    "trainer.metrics.accumulator.MetricAccumulator.__init__": ("sum", INTEGERS),
     "trainer.step.added_parts.verify_loss": ("sum", "three losses, whose value nobody reads"),
     "trainer.step.build.build_host_pool": ("sum", INTEGERS),
     "trainer.step.build.require_right_gradients": ("+=", "a list"),

@@ -22,7 +22,7 @@ from trainer.resilience.preemption import Preemption
 from trainer.resilience.replicas import MAX_NAMED_RANKS, find_drifted_ranks
 from trainer.resilience.watchdog import Watchdog
 from trainer.run import hooks
-from trainer.run.metrics import MetricsProcessor
+from trainer.run.metrics_processor import MetricsProcessor
 from trainer.run.progress import ProgressReporter
 from trainer.run.validation import Validator
 from trainer.step.build import require_right_gradients

@@ -16,13 +16,13 @@ from models.batch import Batch
 from trainer.data.holdout import ValidationSet
 from trainer.data.sequences import BlendedDataset
 from trainer.hardware.device import AsyncHostCopy
-from trainer.metrics.loggers import format_or_dash
-from trainer.metrics.step_metrics import (
+from trainer.metrics.accumulator import (
     MetricAccumulator,
     finite_or_none,
     position_bucket_names,
     safe_divide,
 )
+from trainer.metrics.loggers import format_or_dash
 from trainer.step.build import ParallelModel
 from trainer.step.trainer import Trainer
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from parallelisms.mesh.collectives import all_gather_values, to_local
 from trainer.config.job_config import Config
 from trainer.errors import RunFailedError
-from trainer.metrics.step_metrics import MetricAccumulator
+from trainer.metrics.accumulator import MetricAccumulator
 from trainer.resilience.anomalies import LossSpikeDetector
 from trainer.resilience.replicas import MAX_NAMED_RANKS, MULTIPLIER, hash_powers, polynomial_hash
 from trainer.step.optimizer import Optimizer

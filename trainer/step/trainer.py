@@ -24,7 +24,7 @@ from trainer.data.loader import MicroBatchLoader
 from trainer.data.sequences import BlendedDataset
 from trainer.errors import RunFailedError
 from trainer.hardware.device import AsyncHostCopy, Stopwatch
-from trainer.metrics.step_metrics import MetricAccumulator, MetricLayout, safe_divide
+from trainer.metrics.accumulator import MetricAccumulator, MetricLayout, safe_divide
 from trainer.resilience.anomalies import Goodput, LossSpikeDetector
 from trainer.step.build import ParallelModel, build_pipeline
 from trainer.step.lr_schedule import learning_rate

@@ -57,7 +57,7 @@ from trainer.plan.__main__ import main as plan_main
 from trainer.resilience.anomalies import LossSpikeError
 from trainer.resilience.preemption import job_deadline
 from trainer.run import train_loop
-from trainer.run.metrics import MetricsProcessor
+from trainer.run.metrics_processor import MetricsProcessor
 from trainer.run.validation import Validator
 from trainer.slurm.script import render
 from trainer.step.process_group import World, resolve_auto_memory

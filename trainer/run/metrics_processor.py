@@ -26,9 +26,9 @@ from trainer.data.deal import Cost
 from trainer.errors import DivergedError, LostMetricsError
 from trainer.hardware.device import ComputeProbe, peak_device_memory, peak_flops, peak_host_memory
 from trainer.hardware.host import GIB
+from trainer.metrics.accumulator import finite_or_none, position_bucket_names
 from trainer.metrics.loggers import ConsoleLogger, Record, format_losses, format_or_dash
 from trainer.metrics.prediction import read_prediction
-from trainer.metrics.step_metrics import finite_or_none, position_bucket_names
 from trainer.metrics.trackers import Trackers, values_of, wanted, with_model
 from trainer.resilience.anomalies import (
     MAX_ROLLBACKS,
