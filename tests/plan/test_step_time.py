@@ -12,7 +12,6 @@ import pytest
 from trainer.config import checks
 from trainer.config.job_config import Config
 from trainer.hardware.device_specs import (
-    ATTENTION_HALF_RATE_TOKENS,
     MATMUL_HALF_RATE_DIM,
     DeviceSpec,
     load_device,
@@ -22,6 +21,7 @@ from trainer.plan.rank_clock import RankClock
 from trainer.plan.step_time import (
     ASYNC_TP_OVERLAP,
     CONTENTION_FRACTION,
+    OPTIMIZER_MEMORY_SHARE,
     STEP_OVERHEAD,
     RankStepTime,
     StepTime,
@@ -82,14 +82,16 @@ def test_one_device_runs_its_flops_at_its_rates() -> None:
     assert stage.compute["matmul"] == pytest.approx(
         3 * 2 * BLOCK * LAYERS * 32 * K * narrow / (H100.matmul_share * 794.5e12), rel=1e-3
     )
-    slow = (32 * K + ATTENTION_HALF_RATE_TOKENS) / (32 * K)
+    # Long sequences are attended to at the rates of the table.
     pairs = 32 * K * (32 * K + 1) / 2
     assert stage.compute["attention"] == pytest.approx(
-        LAYERS * 4096 * pairs * (4 / 640e12 + 10 / 500e12) * slow, rel=1e-3
+        LAYERS * 4096 * pairs * (4 / 640e12 + 10 / 500e12), rel=1e-3
     )
     # The gradient is read for its norm; then it, weight and two moments are read and written.
     numel = configured().model.build().num_parameters
-    assert stage.optimizer == pytest.approx(4 * numel * (1 + 2 * 4) / H100.hbm_bandwidth, rel=1e-3)
+    moved = 4 * numel * (1 + 2 * 4)
+    bandwidth = OPTIMIZER_MEMORY_SHARE * H100.hbm_bandwidth
+    assert stage.optimizer == pytest.approx(moved / bandwidth, rel=1e-3)
     assert stage.compute["recompute"] == stage.bubble == 0
     assert not stage.exposed
 
@@ -249,7 +251,7 @@ def test_a_ring_overlaps_from_its_critical_length_on() -> None:
         return exposed_share(found.ranks[0])
 
     assert waits(512) > 0.5
-    assert waits(4 * K) < 0.35
+    assert waits(4 * K) < 1 - 4 / 6.7
     assert waits(32 * K) == pytest.approx(1 / 45, rel=0.15)  # The last gradient hop of 45.
 
 

@@ -16,7 +16,7 @@ from trainer.trace.attention_calls import attention_call, scratch_bytes
 from trainer.trace.compiled import compiler_for
 from trainer.trace.fake_kernels import FakeKernels
 from trainer.trace.operators import OpCounterMode, StorageTracker
-from trainer.trace.pieces import Allocation
+from trainer.trace.pieces import Allocation, ProductKey
 
 aten = torch.ops.aten
 
@@ -248,3 +248,27 @@ def test_an_operator_does_not_read_what_it_only_writes_to() -> None:
         x, y, z = (torch.empty(1024) for _ in range(3))
         torch.mul(x, y, out=z)
     assert counter.work.moved_bytes.total() == 3 * x.nbytes
+
+
+def test_a_product_that_is_added_to_a_sum_reads_and_writes_the_sum() -> None:
+    """A bias is no sum: it is read beside the product."""
+    counter = OpCounterMode()
+    with counter.enable():
+        x, weight, total = (torch.empty(64, 64) for _ in range(3))
+        torch.addmm(total[0], x, weight)
+        assert counter.work.moved_bytes.total() == 0
+        total.addmm_(x, weight)
+    assert counter.work.moved_bytes.total() == 2 * total.nbytes
+
+
+def test_products_of_groups_are_told_from_single_ones() -> None:
+    counter = OpCounterMode()
+    with counter.enable():
+        rows = torch.empty(64, 32, dtype=torch.bfloat16)
+        weights = torch.empty(2, 32, 32, dtype=torch.bfloat16)
+        rows @ weights[0]
+        F.grouped_mm(rows, weights, offs=torch.tensor([32, 64], dtype=torch.int32))
+    assert counter.work.products == {
+        ProductKey("setup", 32): 2 * 64 * 32 * 32,
+        ProductKey("setup", 32, is_grouped=True): 2 * 64 * 32 * 32,
+    }

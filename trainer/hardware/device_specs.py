@@ -61,10 +61,18 @@ MATMUL_HALF_RATE_DIM = 256
 """Matrix dimension at which a matmul runs at half its rate, because of tile (128 or 256) and wave
 quantization.
 """
+GROUPED_MATMUL_SHARE = 0.84
+"""Rate of grouped products over that of single ones: 0.85 with 1,024 rows of 768 numbers to an
+expert, 0.83 with 4,096 of 2,880 (kernels of two mixtures on an H200, `benchmarks.gpu`, 2026-11-27).
+"""
 ATTENTION_HALF_RATE_TOKENS = 700
 """Tokens at which an attention kernel reaches half its rate: 250 to 400 without a mask in the
 FlashAttention-3 paper's charts. Estimated at twice that for a causal mask, which wastes half of
 each diagonal tile.
+"""
+FULL_RATE_TOKENS = 16_384
+"""Keys from which on an attention kernel runs at the rate of its table, which was measured there:
+an H200, limited by its power, was no faster at 32K and 128K.
 """
 
 
@@ -124,8 +132,8 @@ class AttentionRates(Section):
 
     @property
     def flops(self) -> tuple[float, float]:
-        """(forward, backward) FLOP/s in the limit of long sequences."""
-        factor = TFLOPS * _limit_factor(ATTENTION_HALF_RATE_TOKENS, self.tokens)
+        """(forward, backward) FLOP/s for long sequences."""
+        factor = TFLOPS * attention_slowdown(self.tokens or FULL_RATE_TOKENS)
         return factor * self.forward, factor * self.backward
 
 
@@ -217,7 +225,7 @@ def load_device(name: str) -> DeviceSpec:
         peak_flops=device.peak_tflops * TFLOPS,
         matmul_flops=device.matmul_tflops
         * TFLOPS
-        * _limit_factor(MATMUL_HALF_RATE_DIM, device.matmul_size),
+        * (matmul_slowdown(device.matmul_size) if device.matmul_size else 1),
         matmul_share=device.matmul_share,
         attention_flops={
             kernel: {
@@ -240,11 +248,15 @@ def load_device(name: str) -> DeviceSpec:
     )
 
 
-def _limit_factor(half_rate_size: int, measured_size: int | None) -> float:
-    """The limit of a rate over what was measured at a size; None: the limit itself."""
-    # A rate saturates as limit * n / (n + half), where `half` is the size of half the limit. So
-    # the limit is the rate at n times 1 + half / n.
-    return 1.0 if measured_size is None else 1 + half_rate_size / measured_size
+def matmul_slowdown(narrowest: float) -> float:
+    """Time of a product over that of a wide one, by the smallest of its dimensions."""
+    return 1 + MATMUL_HALF_RATE_DIM / narrowest
+
+
+def attention_slowdown(keys: float) -> float:
+    """Time of an attention kernel over that at its full rate, by the keys that a query sees."""
+    at_keys = 1 + ATTENTION_HALF_RATE_TOKENS / keys
+    return max(1.0, at_keys / (1 + ATTENTION_HALF_RATE_TOKENS / FULL_RATE_TOKENS))
 
 
 def device_names() -> list[str]:

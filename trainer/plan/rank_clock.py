@@ -20,9 +20,10 @@ from typing import NamedTuple
 from models.kernel_choice import FLASH_VERSIONS
 from trainer.config.job_config import Config
 from trainer.hardware.device_specs import (
-    ATTENTION_HALF_RATE_TOKENS,
-    MATMUL_HALF_RATE_DIM,
+    GROUPED_MATMUL_SHARE,
     DeviceSpec,
+    attention_slowdown,
+    matmul_slowdown,
 )
 from trainer.plan import interconnect
 from trainer.plan.interconnect import GroupTopology
@@ -30,6 +31,7 @@ from trainer.plan.step_time import (
     ASYNC_TP_OVERLAP,
     DTYPE_RATE_FACTOR,
     HOST_MEMORY_EFFICIENCY,
+    OPTIMIZER_MEMORY_SHARE,
     RankStepTime,
 )
 from trainer.trace.pieces import GRADIENTS, HOST, WEIGHTS, Arrival, Departure, Piece, Work
@@ -103,15 +105,16 @@ class DeviceRates:
 
     def compute(self, work: Work) -> Compute:
         seconds = defaultdict[str, float](float)
-        for (phase, narrowest), flops in work.products.items():
-            kind = "loss head" if phase == "head" else f"matmul {phase}"
-            seconds[kind] += flops * (1 + MATMUL_HALF_RATE_DIM / narrowest) / self._matmul_flops
+        for product, flops in work.products.items():
+            kind = "loss head" if product.phase == "head" else f"matmul {product.phase}"
+            share = GROUPED_MATMUL_SHARE if product.is_grouped else 1
+            rate = share * self._matmul_flops / matmul_slowdown(product.narrowest)
+            seconds[kind] += flops / rate
         for key, flops in work.attention.items():
             forward, backward = self._attention_rates(key.kernel, key.head_dim)
-            rate = (backward if key.phase == "backward" else forward) / (
-                1 + ATTENTION_HALF_RATE_TOKENS / key.keys
-            )
-            seconds["recompute" if key.phase == "recompute" else "attention"] += flops / rate
+            rate = backward if key.phase == "backward" else forward
+            kind = "recompute" if key.phase == "recompute" else "attention"
+            seconds[kind] += flops * attention_slowdown(key.keys) / rate
         for phase, size in work.moved_bytes.items():
             seconds["loss head" if phase == "head" else "memory-bound"] += (
                 size / self._device.hbm_bandwidth
@@ -372,7 +375,7 @@ class RankClock:
         # The recorded model has fewer blocks, and its optimizer moves fewer bytes.
         moved = self.step.state_ratio * optimizer.moved_bytes.total()
         if self.config.memory.optimizer_placement == "device":
-            return moved / self.device.hbm_bandwidth
+            return moved / (OPTIMIZER_MEMORY_SHARE * self.device.hbm_bandwidth)
         ranks = min(self.step.world_size, self.device.devices_per_node)
         seconds = ranks * moved / (HOST_MEMORY_EFFICIENCY * self.device.host_bandwidth)
         # Without a pipeline, the host optimizer overlaps with the next step's first forward pass,

@@ -15,9 +15,11 @@ from models.score_pairs import causal_pairs
 from parallelisms.mesh.message_bytes import sent_bytes
 from trainer.config.job_config import Config
 from trainer.hardware.device_specs import (
-    ATTENTION_HALF_RATE_TOKENS,
+    GROUPED_MATMUL_SHARE,
     MATMUL_HALF_RATE_DIM,
     DeviceSpec,
+    attention_slowdown,
+    matmul_slowdown,
 )
 from trainer.hardware.host import GIB
 from trainer.plan.interconnect import GroupTopology, bandwidth, group_topologies, latency
@@ -33,6 +35,7 @@ from trainer.plan.step_time import (
     CONTENTION_FRACTION,
     DTYPE_RATE_FACTOR,
     HOST_MEMORY_EFFICIENCY,
+    OPTIMIZER_MEMORY_SHARE,
     STEP_OVERHEAD,
 )
 from trainer.trace.tensors import DTYPE_BYTES
@@ -179,10 +182,12 @@ class RoughRank(RoughMemory):
 
     def matmul_seconds(self, kind: LayerKind, weights: float) -> float:
         rows = self.tokens / self.tiles
+        rate = self.matmul_rate
         if kind.feed_forward == "moe":
             rows *= self.model.top_k / max(1, self.model.num_experts // self.ep)
+            rate *= GROUPED_MATMUL_SHARE
         slowdown = self.weights(kind).slowdown + MATMUL_HALF_RATE_DIM / max(1, rows)
-        return 2 * self.tokens * weights * slowdown / self.matmul_rate
+        return 2 * self.tokens * weights * slowdown / rate
 
     @property
     def recomputes_attention(self) -> bool:
@@ -208,8 +213,7 @@ class RoughRank(RoughMemory):
             kernel = kernel_for(self.training.attention, tokens=queries, window=kind.window)
         forward_rate, backward_rate = self.device.attention_rates(kernel, self.model.head_dim)
         keys = min(length, kind.window or length)
-        slowdown = 1 + ATTENTION_HALF_RATE_TOKENS / keys
-        factor = DTYPE_RATE_FACTOR[self.training.dtype] / slowdown
+        factor = DTYPE_RATE_FACTOR[self.training.dtype] / attention_slowdown(keys)
         pairs = self.pairs_by_window[kind.window]
         flops = self.model.attention_flops([kind], pairs) / self.tp
         forward = flops / (factor * forward_rate)
@@ -287,17 +291,13 @@ class RoughRank(RoughMemory):
         row_bytes = self.master_bytes * self.head_rows
         rows = self.memory.loss_chunk_bytes / row_bytes
         narrow = min(rows, tokens, self.model.dim)
-        slowdown = 1 + MATMUL_HALF_RATE_DIM / narrow
-        product = 6 * tokens * self.head_rows * self.model.dim * slowdown
-        product_seconds = product / self.matmul_rate
+        product = 6 * tokens * self.head_rows * self.model.dim * matmul_slowdown(narrow)
         moved = LOGIT_PASSES[self.compiled] * tokens * row_bytes
         moved += 12 * self.residual
-        moved_seconds = moved / self.device.hbm_bandwidth
-        chunks = max(1, tokens / rows)
-        sums = 2 * chunks * row_bytes * self.model.dim
-        # A third of the products is that of the weight's gradient, which hides its sums.
-        waits = max(0.0, sums / self.device.hbm_bandwidth - product_seconds / 3)
-        return self.micro_batches * (product_seconds + moved_seconds + waits)
+        # Each chunk reads and writes the weight's gradient.
+        moved += 2 * max(1, tokens / rows) * row_bytes * self.model.dim
+        seconds = product / self.matmul_rate + moved / self.device.hbm_bandwidth
+        return self.micro_batches * seconds
 
     # ---- messages
 
@@ -466,7 +466,7 @@ class RoughRank(RoughMemory):
         width = 5 * self.master_bytes + 4 * moment
         moved = self.local_numel * width
         if not self.on_host:
-            return moved / self.device.hbm_bandwidth
+            return moved / (OPTIMIZER_MEMORY_SHARE * self.device.hbm_bandwidth)
         ranks = min(self.world_size, self.device.devices_per_node)
         bandwidth = HOST_MEMORY_EFFICIENCY * self.device.host_bandwidth
         seconds = ranks * moved / bandwidth

@@ -14,7 +14,7 @@ from models.config import ModelConfig
 from models.layers import LayerKind
 from parallelisms.mesh.pipeline_plan import PipelinePlan
 from trainer.config.job_config import Config
-from trainer.hardware.device_specs import MATMUL_HALF_RATE_DIM
+from trainer.hardware.device_specs import matmul_slowdown
 from trainer.plan.reserves import PINNED_OVERHEAD
 from trainer.trace.checkpoint_copies import checkpoint_copies
 from trainer.trace.tensors import CUBLAS_HANDLES, CUBLAS_WORKSPACE, DTYPE_BYTES
@@ -47,9 +47,7 @@ def block_weights(model: ModelConfig, kind: LayerKind, tp: int, ep: int) -> Bloc
     experts = sum(sizes[name] for name, each in kind.parameters.items() if each.per_expert)
     products = model.products_of(kind, tp)
     matrices = [shapes[name] for name, each in kind.parameters.items() if each.is_matrix]
-    weighted = sum(
-        prod(shape) * (1 + MATMUL_HALF_RATE_DIM / min(shape[-2:])) for shape in matrices
-    )
+    weighted = sum(prod(shape) * matmul_slowdown(min(shape[-2:])) for shape in matrices)
     return BlockWeights(
         dense=sum(sizes.values()) - experts,
         experts=experts,

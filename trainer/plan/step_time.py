@@ -27,6 +27,10 @@ tokens/s for 70B on 256 H100.
 """
 CONTENTION_FRACTION = 0.1
 """Cost of overlapped communication: its kernels take SMs and bandwidth from compute."""
+OPTIMIZER_MEMORY_SHARE = 0.85
+"""Memory bandwidth of AdamW and the gradient norm, over that of other kernels: 0.89 for 1.24B
+parameters and 0.80 for 3.1B, in 13.0 and 36.5 ms on an H200 (`benchmarks.gpu`, 2026-11-27).
+"""
 HOST_MEMORY_EFFICIENCY = 0.7
 """Share of the host memory bandwidth that AdamW reaches on all cores."""
 STEP_OVERHEAD = 0.01

@@ -396,6 +396,10 @@ class OpCounterMode(TorchDispatchMode):
             first, second = (args[index] for index in operands)
             narrowest = min(*first.shape[-2:], second.shape[-1])
             self.count_product(narrowest, 2 * first.numel() * second.shape[-1])
+            # A sum that the product is added to is read and written once it is known.
+            for total in args[: operands[0]]:
+                if total.shape == result.shape:
+                    self.count_traffic(2 * total.nbytes, kernels=0)
         elif packet is GROUPED_MATMUL:
             self._count_grouped_product(*args[:3])
         elif (call := attention_call(packet, args, kwargs)) is not None:
@@ -412,8 +416,9 @@ class OpCounterMode(TorchDispatchMode):
             if any(isinstance(x, FakeTensor) for x in (*tensors, *results)):
                 self.count_traffic(moved_bytes(func, tensors, args, kwargs, results))
 
-    def count_product(self, narrowest: int, flops: int) -> None:
-        self.work.products[ProductKey(self.phase, narrowest)] += self.times * flops
+    def count_product(self, narrowest: int, flops: int, *, is_grouped: bool = False) -> None:
+        key = ProductKey(self.phase, narrowest, is_grouped)
+        self.work.products[key] += self.times * flops
         self.work.kernels[self.phase] += self.times
 
     def count_traffic(self, size: int, *, kernels: int = 1) -> None:
@@ -435,7 +440,7 @@ class OpCounterMode(TorchDispatchMode):
         summed = 1 if second.dim() == 2 else 0  # The dimension that groups share.
         # The narrowest dimension sets the rate: that of one group, not of all.
         sizes[summed] = max(1, sizes[summed] // len(ends))
-        self.count_product(min(sizes), 2 * rows * inner * columns)
+        self.count_product(min(sizes), 2 * rows * inner * columns, is_grouped=True)
 
     # ---- communication
 

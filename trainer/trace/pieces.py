@@ -115,6 +115,8 @@ class ProductKey(NamedTuple):
     phase: str
     narrowest: int
     """The smallest of its three dimensions."""
+    is_grouped: bool = False
+    """Whether groups of rows have matrices of their own."""
 
 
 @dataclass
