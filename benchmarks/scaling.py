@@ -301,10 +301,9 @@ def render_svg(chart: LineChart) -> str:
 
 
 def without_searches(pool: Executor, folder: Path) -> list[list[str]]:
-    """The last parts of the page, of meshes that are named; pictures go to the folder."""
+    """Parts of the page that name their meshes; pictures go to the folder."""
     of_lengths = [pool.submit(hidden, "8B", length) for length in (M, 128 * K)]
     rows = [pool.submit(gathered, 4 * M), pool.submit(bubble), pool.submit(updating)]
-    compared = pool.submit(published.report, [*published.tables()])
     for name, chart in zip(("methods", "methods_128k"), of_lengths, strict=True):
         (folder / f"scaling_{name}.svg").write_text(render_svg(chart.result()))
     headings = [
@@ -315,7 +314,7 @@ def without_searches(pool: Executor, folder: Path) -> list[list[str]]:
     tables = [
         markdown(*each) for each in zip(headings, (row.result() for row in rows), strict=True)
     ]
-    return [*tables, compared.result()]
+    return tables
 
 
 def with_searches(pool: Executor, folder: Path, *, is_toy: bool) -> list[list[str]]:
@@ -370,10 +369,12 @@ def main(words: Sequence[str]) -> None:
     folder = DOCS.parent / "outputs" / "scaling" if is_toy else DOCS
     folder.mkdir(parents=True, exist_ok=True)
     with ProcessPoolExecutor(max_workers=2) as pool:
+        # It takes longest, and would run alone at the end.
+        compared = pool.submit(published.report, [*published.tables()])
         searched = (
             [] if "--without-searches" in words else with_searches(pool, folder, is_toy=is_toy)
         )
-        parts = searched + without_searches(pool, folder)
+        parts = [*searched, *without_searches(pool, folder), compared.result()]
     (folder / "scaling.md").write_text(fill((DOCS / "scaling.md").read_text(), parts))
 
 
