@@ -311,10 +311,7 @@ def without_searches(pool: Executor, folder: Path) -> list[list[str]]:
         ["micro-batches", "1F1B: bubble, MFU %", "Interleaved1F1B"],
         ["sequence", "on the device", "on the host"],
     ]
-    tables = [
-        markdown(*each) for each in zip(headings, (row.result() for row in rows), strict=True)
-    ]
-    return tables
+    return [markdown(*each) for each in zip(headings, (row.result() for row in rows), strict=True)]
 
 
 def with_searches(pool: Executor, folder: Path, *, is_toy: bool) -> list[list[str]]:

@@ -17,6 +17,7 @@ from trainer.hardware.device_specs import DeviceSpec, load_device
 from trainer.plan.pipeline_bubble import bubble_seconds
 from trainer.plan.plan import TrainingPlan
 from trainer.plan.rough import RoughPlan
+from trainer.plan.step_time import OPTIMIZER_MEMORY_SHARE
 from trainer.plan.tracing import Trace
 from trainer.trace.pieces import OPTIMIZER, Piece, Place, Work
 from trainer.trace.rank_step import RankStep
@@ -48,6 +49,8 @@ def made_up_rank_steps(
     )
     after_passes = max(rank.optimizer_seconds for rank in estimate.ranks)
     after_passes += exposed_send_seconds(estimate)
+    if config.memory.optimizer_placement == "device":
+        after_passes *= OPTIMIZER_MEMORY_SHARE
 
     def piece(place: Place, time: float) -> Piece:
         moved = round(seconds * device.hbm_bandwidth * time)

@@ -11,7 +11,7 @@ from itertools import product
 
 import pytest
 
-from tests.plan.made_up_traces import made_up_plan, made_up_traces
+from tests.plan.made_up_traces import MadeUpPlan, made_up_plan, made_up_traces
 from trainer.config import checks
 from trainer.config.job_config import Config
 from trainer.config.overrides import with_overrides
@@ -241,3 +241,14 @@ def test_a_choice_is_proven_by_traces() -> None:
     assert choice.plan.peak_memory.device_bytes <= choice.plan.usable_device_memory
     assert choice.config.memory.recompute == "keep_attention"
     assert f'"none" needs {everything / GIB:.1f} of the' in choice.description
+
+
+def test_a_choice_is_traced_even_where_rounds_of_traces_run_out(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """What the first trace tells rules out its own form only: the next best is not known yet."""
+    monkeypatch.setattr("trainer.plan.memory_options.MAX_ROUNDS", 1)
+    trace = made_up_traces(memory=2)
+    plan = choose_memory_options(automatic(), WORLD_SIZE, device_of(80), trace=trace).plan
+    assert isinstance(plan, MadeUpPlan)
+    assert plan.fits

@@ -108,6 +108,19 @@ def test_an_estimate_has_a_rank_for_each_end_of_a_pipeline_and_one_for_those_bet
 
 
 @pytest.mark.parametrize(
+    "words", [[], ["--model.window=1024"], ["--memory.recompute=full", "--memory.head_groups=4"]]
+)
+def test_an_estimate_has_the_scores_that_the_plain_kernel_holds(words: list[str]) -> None:
+    """Soft caps have no other kernel."""
+    softcap = ["--model.softcap=50.0", "--training.attention=plain"]
+    config = load([*softcap, "--training.seq_len=8192", *words])
+    estimate = RoughPlan(config, 1, H100).device_bytes
+    assert estimate == pytest.approx(
+        TrainingPlan(config, 1, H100).peak_memory.device_bytes, rel=0.2
+    )
+
+
+@pytest.mark.parametrize(
     ("name", "spread"),
     [
         pytest.param(

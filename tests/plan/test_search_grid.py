@@ -144,7 +144,7 @@ def test_what_auto_chooses_is_legal_and_fits(seed: int) -> None:
     ((config, world_size),) = islice(automatic_cases(seed), seed, seed + 1)
     device = load_device("h100-80gb")
     everything = with_overrides(config, {"memory.recompute": "none"})
-    most = RoughPlan(everything, world_size, device).device_bytes
+    most = TrainingPlan(everything, world_size, device).peak_memory.device_bytes
     plans = [
         fitted(config, world_size, replace(device, memory=share * most, host_memory=2.0**40))
         for share in (0.3, 0.6, 0.8, 1.2)

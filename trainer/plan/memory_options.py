@@ -157,9 +157,15 @@ class _OptionSearch:
             wanted = [best, self.nearest_better(best)] if best else [self.leanest()]
             unknown = [form for form in wanted if form is not None and form not in self.traces]
             if not unknown:
-                break
+                return best
             self.traces.add(unknown, trace)
-        return self.best()
+        # Estimates are so far off that only what was traced counts, the leanest form included.
+        for _ in range(MAX_ROUNDS):
+            leanest = self.leanest()
+            if leanest in self.traces:
+                break
+            self.traces.add([leanest], trace)
+        return self._fastest(filter(self.traces.fits, self.traces.forms), key=_complexity)
 
     def best(self) -> Form | None:
         """The fastest form that fits, as far as is known."""

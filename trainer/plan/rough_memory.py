@@ -289,7 +289,20 @@ class RoughMemory:
         copied = 0 if self.memory.offload == "none" else 2 * self.residual
         if self.memory.offload == "inputs_and_attention":
             copied += 2 * self.attention_output
-        return kept + grads + fraction * own + copied
+        return kept + grads + fraction * own + copied + self.scores
+
+    @property
+    def scores(self) -> float:
+        """Bytes of scores and their gradients, which the plain kernel alone holds."""
+        if self.training.attention != "plain":
+            return 0
+        ring = self.context.ring_degree
+        # Ranks of a ring have a head and a tail of the sequence, each a block.
+        length = self.training.seq_len / (2 * ring if ring > 1 else 1)
+        block = max((min(length, kind.window or length) for kind in self.kinds), default=0)
+        heads = self.model.num_heads / self.tp / self.context.ulysses_degree
+        copies = 5 if any(kind.softcap for kind in self.kinds) else 4
+        return copies * self.master_bytes * heads / self.memory.head_groups * block**2
 
     def ffn_transients(self, kind: LayerKind) -> float:
         """Bytes of a feed-forward's backward pass, of one tile."""

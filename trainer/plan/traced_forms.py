@@ -77,6 +77,10 @@ class Traces:
     def plans(self) -> list[TrainingPlan]:
         return [plan for plan in self._plans.values() if plan is not None]
 
+    @property
+    def forms(self) -> list[Form]:
+        return [form for form, _ in self._latest]
+
     def plan_of(self, form: Form) -> TrainingPlan | None:
         return self._plans.get(form.key)
 
