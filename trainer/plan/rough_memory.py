@@ -296,13 +296,17 @@ class RoughMemory:
         """Bytes of scores and their gradients, which the plain kernel alone holds."""
         if self.training.attention != "plain":
             return 0
-        ring = self.context.ring_degree
+        length: float = self.training.seq_len
         # Ranks of a ring have a head and a tail of the sequence, each a block.
-        length = self.training.seq_len / (2 * ring if ring > 1 else 1)
-        block = max((min(length, kind.window or length) for kind in self.kinds), default=0)
-        heads = self.model.num_heads / self.tp / self.context.ulysses_degree
-        copies = 5 if any(kind.softcap for kind in self.kinds) else 4
-        return copies * self.master_bytes * heads / self.memory.head_groups * block**2
+        if self.context.ring_degree > 1:
+            length /= 2 * self.context.ring_degree
+        windows = [kind.window or length for kind in self.kinds]
+        block = min(length, max(windows, default=0))
+        heads = self.model.num_heads / self.tp
+        heads /= self.context.ulysses_degree * self.memory.head_groups
+        is_capped = any(kind.softcap for kind in self.kinds)
+        copies = 5 if is_capped else 4
+        return copies * self.master_bytes * heads * block**2
 
     def ffn_transients(self, kind: LayerKind) -> float:
         """Bytes of a feed-forward's backward pass, of one tile."""
