@@ -306,7 +306,8 @@ class RoughMemory:
         heads /= self.context.ulysses_degree * self.memory.head_groups
         is_capped = any(kind.softcap for kind in self.kinds)
         copies = 5 if is_capped else 4
-        return copies * self.master_bytes * heads * block**2
+        scores = heads * block**2
+        return copies * self.master_bytes * scores
 
     def ffn_transients(self, kind: LayerKind) -> float:
         """Bytes of a feed-forward's backward pass, of one tile."""
