@@ -85,7 +85,9 @@ class MadeUpPlan(TrainingPlan):
         return self.steps
 
 
-def made_up_plan(plan: TrainingPlan, *, spread: float = 0, memory: float = 1) -> MadeUpPlan:
+def made_up_plan(
+    plan: TrainingPlan, *, spread: float = 0, memory: float = 1, seconds: float = 1
+) -> MadeUpPlan:
     """`spread`: shares of MEMORY_SPREAD and SECONDS_SPREAD by which estimates of a mesh are off.
     Ways to recompute differ half as much from each other in memory.
     """
@@ -94,7 +96,7 @@ def made_up_plan(plan: TrainingPlan, *, spread: float = 0, memory: float = 1) ->
     of_form = random.Random(f"{plan.mesh} {options.recompute} {options.optimizer_placement}")
     memory *= 1 + spread * MEMORY_SPREAD * of_mesh.uniform(-1, 1)
     memory *= 1 + spread * MEMORY_SPREAD / 2 * of_form.uniform(-1, 1)
-    seconds = 1 + spread * SECONDS_SPREAD * of_mesh.uniform(-1, 1)
+    seconds *= 1 + spread * SECONDS_SPREAD * of_mesh.uniform(-1, 1)
     steps = made_up_rank_steps(
         plan.config, plan.world_size, device=plan.device, memory=memory, seconds=seconds
     )

@@ -36,6 +36,8 @@ LOSS_CHUNKS_MIB = (MIN_LOSS_CHUNK_MIB, 512, 1024, 2048, 4096)
 """With a vocabulary of 201,088, a chunk of 1024 MiB is 1,334 rows; one four times as large takes 4 %
 off a step of gpt-oss-20b on an H200 (benchmarks/measured/2026-11-27-h200.jsonl).
 """
+NEAR_TIE = 1.02
+"""Forms within this factor of each other are in no order until both are traced."""
 
 
 class NothingFitsError(ConfigError):
@@ -191,16 +193,19 @@ class _OptionSearch:
         return min(sorted(self.forms, key=_complexity, reverse=True), key=self.traces.memory_share)
 
     def nearest_better(self, best: Form) -> Form | None:
-        """The form that differs least of those that are faster, or as fast and simpler; none of
-        them fits, as far as is known.
+        """The form that differs least of those that are faster, or as fast and simpler. Once it is
+        traced it does not fit; otherwise it may be the best.
         """
         seconds = self.traces.seconds
         limit = seconds(best)
 
         def is_better(form: Form) -> bool:
-            is_as_fast = seconds(form) <= TIE_FACTOR * limit
-            is_simpler = is_as_fast and _complexity(form) < _complexity(best)
-            return is_simpler or TIE_FACTOR * seconds(form) < limit
+            may_be_best = form not in self.traces and self.traces.fits(form)
+            tie = NEAR_TIE if may_be_best else TIE_FACTOR
+            is_simpler = _complexity(form) < _complexity(best)
+            is_as_fast = seconds(form) <= tie * limit
+            is_faster = TIE_FACTOR * seconds(form) < limit
+            return is_faster or (is_simpler and is_as_fast)
 
         def distance(form: Form) -> tuple[int, float]:
             # Of equally similar ones the slowest, which would gain least.
