@@ -4,8 +4,8 @@ layouts.
     python -m benchmarks.rough_plans [NUMBER [FILE ...]]
 
 Draws NUMBER layouts of each file with memory options, 12 by default, and prints a table: quartiles
-of estimate over trace. Takes some seconds a layout until its trace is known. Widths
-and counts of `trainer/plan/rough.py` and `rough_memory.py` were fitted to it.
+of estimate over trace. Takes some seconds a layout until its trace is known. Numbers of
+`trainer/plan/rough.py` were fitted to it.
 """
 
 from __future__ import annotations

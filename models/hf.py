@@ -94,7 +94,9 @@ def text_model_values(values: Mapping[str, Any], *, text_only: bool) -> Mapping[
         )
     key = "tie_word_embeddings"
     if key in values and values[key] != text.get(key, values[key]):
-        stated = f"{key} = {format_value(values[key])} and {TEXT_CONFIG}.{key} = {format_value(text[key])}"
+        whole = format_value(values[key])
+        part = format_value(text[key])
+        stated = f"{key} = {whole} and {TEXT_CONFIG}.{key} = {part}"
         raise HuggingFaceError([f"config.json: {stated} disagree"])
     return {key: values[key]} | text if key in values else text
 

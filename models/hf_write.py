@@ -46,8 +46,9 @@ def write_safetensors(
     files = _assign_files(
         {name: each.shape for name, each in stored.items()}, dtype.itemsize, file_bytes
     )
-    names = [f"model-{n:05d}-of-{len(files):05d}.safetensors" for n in range(1, len(files) + 1)]
-    names = names if len(files) > 1 else [SINGLE_FILE]
+    count = len(files)
+    names = [f"model-{n:05d}-of-{count:05d}.safetensors" for n in range(1, count + 1)]
+    names = names if count > 1 else [SINGLE_FILE]
     for name, members in zip(names, files, strict=True):
         tensors: dict[str, Tensor] = {}
         for each in members:

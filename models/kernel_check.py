@@ -175,7 +175,8 @@ def matching_sample(
         # The own key's score is 1 + ln(n) among n keys, the others' are near 0: exp of it
         # outweighs their sum by e.
         matching = own_key * ((1 + log(k1 - k0)) / own_score)
-        q[q0:q1] = matching.repeat_interleave(heads.num // heads.kv, dim=1) + 0.3 * q[q0:q1]
+        per_head = matching.repeat_interleave(heads.num // heads.kv, dim=1)
+        q[q0:q1] = per_head + 0.3 * q[q0:q1]
     return Sample(*(x.to(dtype) for x in (grad, q, k, v)))
 
 

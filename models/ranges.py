@@ -34,4 +34,6 @@ def cut_ranges(starts: Tensor, lengths: Tensor, bounds: Tensor) -> tuple[Tensor,
 
 def is_first_of_run(x: Tensor) -> Tensor:
     """bool: whether an element differs from the one before it."""
-    return torch.cat((x.new_ones(1, dtype=torch.bool), x[1:] != x[:-1]))[: len(x)]
+    first = x.new_ones(1, dtype=torch.bool)
+    others = x[1:] != x[:-1]
+    return torch.cat((first, others))[: len(x)]

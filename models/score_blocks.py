@@ -313,9 +313,9 @@ def _places_in_overlaps(ranges_R2: Tensor) -> Tensor:
     # In order of their starts, a range is apart if it starts where all before it have ended.
     reached = ranges_R2[order, 1].cummax(0).values
     number = torch.arange(len(order), device="cpu")
-    is_apart = torch.cat((number.new_ones(1, dtype=torch.bool), start[1:] >= reached[:-1]))[
-        : len(order)
-    ]
+    first = number.new_ones(1, dtype=torch.bool)
+    others = start[1:] >= reached[:-1]
+    is_apart = torch.cat((first, others))[: len(order)]
     # The place is the distance to the last range that was apart.
     place = torch.empty_like(number)
     place[order] = number - (number * is_apart).cummax(0).values

@@ -112,6 +112,13 @@ def made_up_traces(*, spread: float = 0, memory: float = 1) -> Trace:
     return trace
 
 
+def traces_of_slow_head_groups(plans: Sequence[TrainingPlan]) -> list[TrainingPlan | None]:
+    return [
+        made_up_plan(plan, seconds=1.02 if plan.config.memory.head_groups > 1 else 1)
+        for plan in plans
+    ]
+
+
 def make_up_traces(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every trace of this process is made up."""
     monkeypatch.setattr("trainer.plan.plan.traced_rank_steps", made_up_rank_steps)

@@ -5,13 +5,18 @@ the reason.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import replace
 from itertools import product
 
 import pytest
 
-from tests.plan.made_up_traces import MadeUpPlan, made_up_plan, made_up_traces
+from tests.plan.made_up_traces import (
+    MadeUpPlan,
+    made_up_plan,
+    made_up_traces,
+    traces_of_slow_head_groups,
+)
 from trainer.config import checks
 from trainer.config.job_config import Config
 from trainer.config.overrides import with_overrides
@@ -94,18 +99,12 @@ def test_of_equally_fast_options_the_simplest_is_chosen() -> None:
 
 def test_a_simpler_form_that_may_be_as_fast_is_traced() -> None:
     """Of 32K tokens under Ulysses, two head groups look 1 % faster than one and are 1 % slower."""
-
-    def trace(plans: Sequence[TrainingPlan]) -> list[TrainingPlan | None]:
-        return [
-            made_up_plan(plan, seconds=1.02 if plan.config.memory.head_groups > 1 else 1)
-            for plan in plans
-        ]
-
-    words = ("--parallelism.cp_method", "ulysses", "--training.seq_len", "32768")
-    assert chosen(45, *words).config.memory.head_groups == 2
-    config = automatic(*words)
-    choice = choose_memory_options(config, WORLD_SIZE, device_of(45), trace=trace)
-    assert describe_memory_options(choice.config) == 'memory.recompute = "keep_attention"'
+    config = automatic("--parallelism.cp_method", "ulysses", "--training.seq_len", "32768")
+    device = replace(device_of(60), link_bandwidth=1e11)
+    estimated = choose_memory_options(config, WORLD_SIZE, device, trace=made_up_traces())
+    assert estimated.config.memory.head_groups == 2
+    traced = choose_memory_options(config, WORLD_SIZE, device, trace=traces_of_slow_head_groups)
+    assert describe_memory_options(traced.config) == 'memory.recompute = "keep_attention"'
 
 
 def test_explicit_keys_are_kept() -> None:

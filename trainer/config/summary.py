@@ -59,9 +59,11 @@ def _attention_imbalance(config: Config) -> str:
     # Document lengths are log-uniform between 64 tokens and a whole sequence. The seed is fixed,
     # so that a configuration always prints the same figure.
     rng = random.Random(0)
+    longest = max(6, log2(seq_len))
     sampled = [0]
     while sampled[-1] < seq_len:
-        sampled.append(min(seq_len, sampled[-1] + int(2 ** rng.uniform(6, max(6, log2(seq_len))))))
+        length = int(2 ** rng.uniform(6, longest))
+        sampled.append(min(seq_len, sampled[-1] + length))
     padded = [plan.padded_length(seq_len)]
     one, packed = (
         SeqLayout(plan.resolved_layout, plan.ring_degree, tuple(boundaries + padded)).imbalance

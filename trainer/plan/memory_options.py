@@ -21,7 +21,7 @@ from trainer.hardware.device_specs import DeviceSpec
 from trainer.hardware.host import GIB
 from trainer.plan.plan import TrainingPlan
 from trainer.plan.reserves import DEVICE_FRACTION, HOST_FRACTION
-from trainer.plan.traced_forms import MAX_ROUNDS, TIE_FACTOR, Form, Traces, form_of
+from trainer.plan.traced_forms import MAX_ROUNDS, NEAR_TIE, TIE_FACTOR, Form, Traces, form_of
 from trainer.plan.tracing import Trace, traced_plans
 
 MEMORY_OPTIONS: dict[str, tuple[Any, ...]] = {
@@ -36,8 +36,6 @@ LOSS_CHUNKS_MIB = (MIN_LOSS_CHUNK_MIB, 512, 1024, 2048, 4096)
 """With a vocabulary of 201,088, a chunk of 1024 MiB is 1,334 rows; one four times as large takes 4 %
 off a step of gpt-oss-20b on an H200 (benchmarks/measured/2026-11-27-h200.jsonl).
 """
-NEAR_TIE = 1.02
-"""Forms within this factor of each other are in no order until both are traced."""
 
 
 class NothingFitsError(ConfigError):

@@ -15,6 +15,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import takewhile
 from math import inf
 from operator import attrgetter, itemgetter
 from typing import Any, Protocol, TypeVar
@@ -29,7 +30,7 @@ from trainer.hardware.device_specs import DeviceSpec
 from trainer.plan.layouts import enumerate_layouts
 from trainer.plan.memory_options import LOSS_CHUNKS_MIB, MEMORY_OPTIONS, with_stated_memory
 from trainer.plan.plan import TrainingPlan
-from trainer.plan.traced_forms import MAX_ROUNDS, TIE_FACTOR, Form, Traces, form_of
+from trainer.plan.traced_forms import MAX_ROUNDS, NEAR_TIE, TIE_FACTOR, Form, Traces, form_of
 from trainer.plan.tracing import Trace, traced_plans
 from trainer.trace.answers import show_progress
 
@@ -145,6 +146,8 @@ def search(
             for form in (*best, *others)
             if form not in layouts.traces and layouts.traces.seconds(form) < limit
         ]
+        if not unknown and best and num_traced > 1:
+            unknown = [*layouts.simpler(best[0])]
         if not unknown:
             break
         layouts.traces.add(unknown, trace)
@@ -322,6 +325,19 @@ class _LayoutSearch:
             return [last]
         forms = [self.changed(form, options) for options in others]
         return [*filter(None, [*forms, last])]
+
+    def simpler(self, best: Form) -> Iterator[Form]:
+        """Forms whose options come before those of the best, may be as fast and are not traced yet."""
+        seconds = self.traces.seconds
+        for memory in takewhile(lambda memory: not memory.items() <= best.key, self.choices):
+            form = self.changed(best, memory)
+            if form is None:
+                continue
+            fitting = [*filter(self.traces.fits, (form, *self.leaner(form)))]
+            fastest = min(fitting, key=seconds, default=best)
+            is_near = seconds(fastest) <= NEAR_TIE * seconds(best)
+            if is_near and fastest not in self.traces:
+                yield fastest
 
     def with_best_chunks(self, form: Form) -> Form:
         """The form with the fastest chunks of logits that fit; of equally fast ones the smallest."""

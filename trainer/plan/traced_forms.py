@@ -18,6 +18,10 @@ from trainer.plan.tracing import Trace
 
 TIE_FACTOR = 1.005
 """Forms within this factor of the fastest count as equal, since plans are not exact to 0.5 %."""
+NEAR_TIE = 1.02
+"""Forms within this factor of each other are in no order until both are traced."""
+NEAR_FIT = 1.02
+"""Forms that need this much of what is usable may fit, until their trace says that they do not."""
 MAX_ROUNDS = 8
 """Rounds of traces until the best is known."""
 
@@ -125,8 +129,9 @@ class Traces:
         return max(self.device_share(form), self.ratios(form).host * form.estimate.host_share)
 
     def fits(self, form: Form) -> bool:
-        is_untraceable = form in self and self._plans[form.key] is None
-        return not is_untraceable and self.memory_share(form) <= 1
+        if form not in self:
+            return self.memory_share(form) <= NEAR_FIT
+        return self._plans[form.key] is not None and self.memory_share(form) <= 1
 
 
 def _ratios(plan: TrainingPlan, estimate: RoughPlan) -> Ratios:

@@ -142,10 +142,9 @@ def _are_new(results: Sequence[Any], arguments: Sequence[Tensor]) -> bool:
     if not results or not all(isinstance(x, FakeTensor) and x.fake_device == CPU for x in results):
         return False
     # A result that shares a storage cannot be made from a known layout.
-    storages = [x.untyped_storage()._cdata for x in (*results, *arguments)]
-    return len({*storages[: len(results)]}) == len(results) and not {*storages[: len(results)]} & {
-        *storages[len(results) :]
-    }
+    of_results = {x.untyped_storage()._cdata for x in results}
+    of_arguments = {x.untyped_storage()._cdata for x in arguments}
+    return len(of_results) == len(results) and of_results.isdisjoint(of_arguments)
 
 
 def _leaves(result: Any) -> list[Any]:
