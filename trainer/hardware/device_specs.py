@@ -363,7 +363,9 @@ def _format_error(error: ErrorDetails) -> str:
         lambda match: "must be " if match[2] else "must ",
         error["msg"],
     )
-    return f"{name} {rule}" if error["loc"][-1] == "[key]" else f"{name} = {error['input']} {rule}"
+    if error["loc"][-1] == "[key]":
+        return f"{name} {rule}"
+    return f"{name} = {error['input']} {rule}"
 
 
 _SECTION_PATHS = [[name] for name in ("device", "link", "network", "host")]

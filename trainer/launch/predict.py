@@ -101,7 +101,8 @@ def memory_summary(plan: TrainingPlan) -> str:
 def _format_size(size: float) -> str:
     if size < GIB:
         return format_bytes(size)
-    return f"{size / GIB:.2f} GiB" if size < 100 * GIB else f"{size / GIB:.0f} GiB"
+    gib = size / GIB
+    return f"{gib:.2f} GiB" if gib < 100 else f"{gib:.0f} GiB"
 
 
 def out_of_memory_advice(plan: TrainingPlan) -> list[str]:

@@ -18,9 +18,8 @@ def layout_toml(config: Config) -> str:
         given = [
             (key, value) for key, value in section if value is not None and value != defaults[key]
         ]
-        lines.append(
-            "\n".join([f"[{name}]", *(f"{key} = {toml_value(value)}" for key, value in given)])
-        )
+        assignments = (f"{key} = {toml_value(value)}" for key, value in given)
+        lines.append("\n".join([f"[{name}]", *assignments]))
     return "\n\n".join(lines)
 
 

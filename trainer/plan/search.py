@@ -147,7 +147,8 @@ def search(
             if form not in layouts.traces and layouts.traces.seconds(form) < limit
         ]
         if not unknown and best and num_traced > 1:
-            unknown = [*layouts.simpler(best[0])]
+            near = NEAR_TIE * layouts.traces.seconds(best[0])
+            unknown = [form for each in best for form in layouts.simpler(each, near)]
         if not unknown:
             break
         layouts.traces.add(unknown, trace)
@@ -326,17 +327,14 @@ class _LayoutSearch:
         forms = [self.changed(form, options) for options in others]
         return [*filter(None, [*forms, last])]
 
-    def simpler(self, best: Form) -> Iterator[Form]:
-        """Forms whose options come before those of the best, may be as fast and are not traced yet."""
+    def simpler(self, best: Form, limit: float) -> Iterator[Form]:
+        """Untraced forms with simpler memory options that may fit, in at most `limit` seconds."""
         seconds = self.traces.seconds
-        for memory in takewhile(lambda memory: not memory.items() <= best.key, self.choices):
-            form = self.changed(best, memory)
-            if form is None:
-                continue
-            fitting = [*filter(self.traces.fits, (form, *self.leaner(form)))]
-            fastest = min(fitting, key=seconds, default=best)
-            is_near = seconds(fastest) <= NEAR_TIE * seconds(best)
-            if is_near and fastest not in self.traces:
+        choices = takewhile(lambda memory: not memory.items() <= best.key, self.choices)
+        for form in filter(None, (self.changed(best, memory) for memory in choices)):
+            candidates = filter(self.traces.may_fit, (form, *self.leaner(form)))
+            fastest = min(candidates, key=seconds, default=best)
+            if fastest is not best and seconds(fastest) <= limit:
                 yield fastest
 
     def with_best_chunks(self, form: Form) -> Form:

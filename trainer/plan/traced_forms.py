@@ -20,8 +20,8 @@ TIE_FACTOR = 1.005
 """Forms within this factor of the fastest count as equal, since plans are not exact to 0.5 %."""
 NEAR_TIE = 1.02
 """Forms within this factor of each other are in no order until both are traced."""
-NEAR_FIT = 1.02
-"""Forms that need this much of what is usable may fit, until their trace says that they do not."""
+NEAR_FIT = 1.05
+"""Share of the usable memory with which a form may still fit, until it is traced."""
 MAX_ROUNDS = 8
 """Rounds of traces until the best is known."""
 
@@ -129,9 +129,12 @@ class Traces:
         return max(self.device_share(form), self.ratios(form).host * form.estimate.host_share)
 
     def fits(self, form: Form) -> bool:
-        if form not in self:
-            return self.memory_share(form) <= NEAR_FIT
-        return self._plans[form.key] is not None and self.memory_share(form) <= 1
+        is_untraceable = form in self and self._plans[form.key] is None
+        return not is_untraceable and self.memory_share(form) <= 1
+
+    def may_fit(self, form: Form) -> bool:
+        """Whether a form fits that is not traced, as far as estimates tell."""
+        return form not in self and self.memory_share(form) <= NEAR_FIT
 
 
 def _ratios(plan: TrainingPlan, estimate: RoughPlan) -> Ratios:

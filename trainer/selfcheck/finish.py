@@ -176,7 +176,8 @@ def quantize(folder: Path) -> None:
         )
         # Two 4-bit codes share a byte, the first one in the low half.
         halves = codes.unflatten(2, (-1, mxfp4.BLOCK_SIZE // 2, 2))
-        tensors[f"{name}{mxfp4.BLOCKS}"] = (halves[..., 0] + 16 * halves[..., 1]).to(torch.uint8)
+        low, high = halves.unbind(-1)
+        tensors[f"{name}{mxfp4.BLOCKS}"] = (low + 16 * high).to(torch.uint8)
         tensors[f"{name}{mxfp4.SCALES}"] = (exponents + mxfp4.EXPONENT_BIAS).to(torch.uint8)
     save_file(tensors, folder / hf.SINGLE_FILE)
 

@@ -315,7 +315,12 @@ def _adamw_in_chunks(weights: list[Tensor], *states: list[Tensor], **options: An
     for weight, exp_avg, exp_avg_sq, step in zip(weights, *states, strict=True):
         # The kernel increments the step count with each call, but all chunks belong to one step.
         step_before = step.clone()
-        flat = (weight.view(-1), weight.grad.view(-1), exp_avg.view(-1), exp_avg_sq.view(-1))
+        flat = (
+            weight.view(-1),
+            weight.grad.view(-1),
+            exp_avg.view(-1),
+            exp_avg_sq.view(-1),
+        )
         for weight_chunk, grad_chunk, *moments in zip(
             *(x.split(OPTIMIZER_CHUNK_ELEMENTS) for x in flat), strict=True
         ):

@@ -147,9 +147,8 @@ def router_metrics(
         dead += sum(not count for count in counts)
         # The Switch loss: experts x sum of (fraction of tokens x mean probability); 1 if both are
         # uniform.
-        balance += sum(load * share for load, share in zip(loads[-1], shares, strict=True)) / max(
-            1.0, targets
-        )
+        weighted = zip(loads[-1], shares, strict=True)
+        balance += sum(load * share for load, share in weighted) / max(1.0, targets)
         entropy += row[-2] / max(1.0, targets)
         z += row[-1] / max(1.0, targets)
     if not rows:

@@ -62,7 +62,8 @@ def render_report(
 
 def sample_table(dataset: TokenDataset, tokenizer: Tokenizer, samples: int) -> Table:
     table = Table("document", "tokens", "first tokens")
-    for number in sorted({dataset.num_documents * sample // samples for sample in range(samples)}):
+    numbers = {dataset.num_documents * sample // samples for sample in range(samples)}
+    for number in sorted(numbers):
         start, stop = dataset.document_starts[number : number + 2].tolist()
         text = tokenizer.decode(dataset.read(start, min(stop, start + SAMPLE_TOKENS)).tolist())
         table.add_row(f"{number:,}", f"{stop - start:,}", Text(repr(text)[1:-1]))
