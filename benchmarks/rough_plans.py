@@ -35,6 +35,7 @@ FILES = {
     "qwen3_30b_a3b_1m": 64,
     "gemma3_4b_128k": 8,
     "llama3_1b": 8,
+    "llama3_8b": 8,
 }
 """Number of devices by file."""
 MAX_STAGES = 8

@@ -335,9 +335,8 @@ class RoughRank:
         if self.training.attention != "plain":
             return 0
         block = self.of_largest(self.attended_keys)
-        ranks = self.tp * self.context.ulysses_degree
-        heads = self.model.num_heads / (ranks * self.memory.head_groups)
-        return 5 * self.master_width * heads * block**2
+        heads = self.model.num_heads / (self.tp * self.context.ulysses_degree)
+        return 5 * self.master_width * heads / self.memory.head_groups * block**2
 
     def ffn_transients(self, kind: LayerKind) -> float:
         """Bytes of a feed-forward's backward pass, of one tile."""
@@ -420,9 +419,8 @@ class RoughRank:
         kernel = kernel_for(choice, tokens=self.length, window=kind.window)
         rates = self.device.attention_rates(kernel, self.model.head_dim)
         slowdown = attention_slowdown(self.attended_keys(kind)) / self.dtype_rate
-        pairs = causal_pairs(self.training.seq_len, kind.window)
-        flops = self.model.attention_flops([kind], pairs)
-        flops *= self.training.micro_batch_size / (self.cp * self.tp)
+        pairs = self.training.micro_batch_size * causal_pairs(self.training.seq_len, kind.window)
+        flops = self.model.attention_flops([kind], pairs / (self.cp * self.tp))
         return slowdown * flops / rates[0], 2.5 * slowdown * flops / rates[1]
 
     def moved_bytes(self, kind: LayerKind) -> float:
@@ -441,7 +439,6 @@ class RoughRank:
         """(forward, backward with recomputation) seconds of all blocks of a step."""
         forward = backward = 0.0
         launch = (45 if self.is_compiled else 110) * self.device.launch_latency
-        launch *= self.tiles + self.memory.head_groups - 1
         for kind, count in self.kinds.items():
             products = self.weights(kind).products
             every = self.product_seconds(kind, products.every)
@@ -466,7 +463,9 @@ class RoughRank:
         rows = min(self.tokens, self.memory.loss_chunk_bytes / row_bytes)
         flops = 6 * self.tokens * self.head_rows * self.model.dim
         product = flops * matmul_slowdown(min(rows, self.model.dim)) / self.matmul_rate
-        moved = (2 if self.is_compiled else 11) * self.tokens * row_bytes
+        moved = (2.0 if self.is_compiled else 11.0) * self.tokens * row_bytes
+        # Each chunk reads and writes the gradient of the weight.
+        moved += 2 * self.tokens / rows * row_bytes * self.model.dim
         return self.micro_batches * (product + moved / self.device.hbm_bandwidth)
 
     # ---- messages
@@ -551,16 +550,21 @@ class RoughRank:
     @cached_property
     def busy(self) -> float:
         """Seconds of all forward and backward passes."""
-        computed = sum(self.kernels) + self.head_seconds
+        # Weights that FSDP gathers are copied.
+        copied = 6 * self.width * self.numel * self.num_exchanges[0] / self.device.hbm_bandwidth
+        computed = sum(self.kernels) + self.head_seconds + copied
         fsdp = self.of_blocks(self.fsdp_seconds)
         # Nothing runs beside the first gathers and the last reductions.
-        exposed = max(0.1 * fsdp, fsdp - computed)
-        copied = self.micro_batches * self.saved[1] / self.device.host_link_bandwidth
-        waits = 0 if self.memory.head_groups == 1 else 1 + 2 * self.repeated
-        exposed += max(copied * waits, 2 * copied - computed)
+        exposed = max(0.2 * fsdp, fsdp - computed)
+        offloaded = self.micro_batches * self.saved[1] / self.device.host_link_bandwidth
+        waits = 0 if self.memory.head_groups == 1 else offloaded * (1 + 2 * self.repeated)
+        exposed += max(waits, 2 * offloaded - computed)
         if self.on_host:
             state = self.master_width * self.local_numel / self.device.host_link_bandwidth
-            exposed += max(0.0, sum(self.num_exchanges) * state - computed)
+            gathers, reductions = (each * state for each in self.num_exchanges)
+            # A single rank copies when it needs the weights.
+            exposed += max(0.0, gathers - (computed if self.shards > 1 else 0))
+            exposed += max(0.0, reductions - computed)
         sent = self.of_blocks(lambda kind: self.tp_seconds(kind) + self.ep_seconds(kind))
         return computed + exposed + self.micro_batches * sent + self.exposed_attention
 

@@ -377,7 +377,13 @@ def _load_table(loads: object) -> Iterator[Table]:
         known = [each for each in load if each is not None]
         if known:
             idle = sum(each == 0 for each in known)
-            rows.append([f"{index}", f"{max(known):.2f}", f"{min(known):.2f}", f"{idle:,}"])
+            row = [
+                f"{index}",
+                f"{max(known):.2f}",
+                f"{min(known):.2f}",
+                f"{idle:,}",
+            ]
+            rows.append(row)
     if rows:
         yield Table(
             title="Load of experts at the newest step",
