@@ -325,8 +325,6 @@ class RoughRank:
             own += copies * self.kv
         if self.memory.head_groups > 1:
             own *= 1.3 / self.memory.head_groups
-        if self.memory.offload == "inputs_and_attention":
-            own += 3 * self.attention_output
         return own + self.queries + self.scores
 
     @property
@@ -425,12 +423,13 @@ class RoughRank:
 
     def moved_bytes(self, kind: LayerKind) -> float:
         """Bytes that memory-bound operations of a block move, forward and backward."""
-        moved = 75 * self.residual + 14 * self.gate(kind) + 25 * (self.queries + self.kv / 2)
-        moved += 55 * self.dispatched(kind) / self.sequence_shards
+        heads = (80 if self.is_compiled else 220) if kind.qk_norm else 20
+        moved = 35 * self.residual + 15 * self.gate(kind) + heads * (self.queries + self.kv / 2)
+        moved += 45 * self.dispatched(kind) / self.sequence_shards
         if self.ring > 1:
             hops = 1 if self.context.rotate_method == "allgather" else self.ring
             moved += 12 * hops * self.queries
-        moved *= (1 if self.is_compiled else 1.5) + 0.05 * (self.memory.head_groups - 1)
+        moved *= (1 if self.is_compiled else 1.15) + 0.05 * (self.memory.head_groups - 1)
         weights = self.weights(kind).experts or 3 * self.model.dim * self.model.ffn_dim // self.tp
         return moved + 20 * (self.tiles - 1) * weights
 
@@ -551,7 +550,8 @@ class RoughRank:
     def busy(self) -> float:
         """Seconds of all forward and backward passes."""
         # Weights that FSDP gathers are copied.
-        copied = 6 * self.width * self.numel * self.num_exchanges[0] / self.device.hbm_bandwidth
+        copied = (6.6 if self.is_compiled else 1.75) * self.width * self.numel
+        copied *= self.num_exchanges[0] / self.device.hbm_bandwidth
         computed = sum(self.kernels) + self.head_seconds + copied
         fsdp = self.of_blocks(self.fsdp_seconds)
         # Nothing runs beside the first gathers and the last reductions.

@@ -332,7 +332,8 @@ class _LayoutSearch:
         seconds = self.traces.seconds
         choices = takewhile(lambda memory: not memory.items() <= best.key, self.choices)
         for form in filter(None, (self.changed(best, memory) for memory in choices)):
-            candidates = filter(self.traces.may_fit, (form, *self.leaner(form)))
+            leaner = (self.changed(form, self.without_pinned(each)) for each in LEANER_OPTIONS)
+            candidates = filter(self.traces.may_fit, filter(None, (form, *leaner)))
             fastest = min(candidates, key=seconds, default=best)
             if fastest is not best and seconds(fastest) <= limit:
                 yield fastest

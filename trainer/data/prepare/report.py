@@ -66,7 +66,11 @@ def sample_table(dataset: TokenDataset, tokenizer: Tokenizer, samples: int) -> T
     for number in sorted(numbers):
         start, stop = dataset.document_starts[number : number + 2].tolist()
         text = tokenizer.decode(dataset.read(start, min(stop, start + SAMPLE_TOKENS)).tolist())
-        table.add_row(f"{number:,}", f"{stop - start:,}", Text(repr(text)[1:-1]))
+        table.add_row(
+            f"{number:,}",
+            f"{stop - start:,}",
+            Text(repr(text)[1:-1]),
+        )
     return table
 
 
