@@ -35,6 +35,7 @@ from trainer.plan.plan import TrainingPlan
 from trainer.plan.report import search_suggestions
 from trainer.plan.rough import RoughPlan
 from trainer.plan.search import (
+    MAX_SLOWDOWN,
     MEMORY_CHOICES,
     NUM_NOT_FITTING,
     fewest_devices,
@@ -233,6 +234,13 @@ def test_where_nothing_fits_the_leanest_layouts_are_traced_and_no_others() -> No
     assert needed[0] == pytest.approx(least)
 
 
+def test_of_layouts_that_do_not_fit_each_mesh_is_traced_once() -> None:
+    found = find(load(["--config", "llama3_70b_128k"]), 8, replace(H100, memory=140 * GIB))
+    assert not found.best
+    meshes = [tuple(plan.mesh.values()) for plan in found.not_fitting]
+    assert len({*meshes}) == len(meshes) == NUM_NOT_FITTING
+
+
 @pytest.mark.slow
 def test_the_printed_toml_reproduces_the_plan(tmp_path: Path) -> None:
     shipped = ROOT / "train_configs" / "llama3_8b_128k.toml"
@@ -252,7 +260,7 @@ def test_a_search_for_one_layout_finds_the_fastest_of_many() -> None:
     slow = replace(H100, matmul_flops=H100.matmul_flops / 2, hbm_bandwidth=H100.hbm_bandwidth / 2)
     first = list[TrainingPlan]()
 
-    def trace(plans: Sequence[TrainingPlan]) -> list[TrainingPlan | None]:
+    def trace(plans: Sequence[TrainingPlan]) -> Sequence[TrainingPlan | None]:
         first[:] = first or plans[:1]
         return [
             made_up_plan(replace(plan, device=slow) if plan.mesh == first[0].mesh else plan)
@@ -463,6 +471,22 @@ def test_a_search_shows_as_many_layouts_as_fit() -> None:
     found = search(config, 8, tight, trace=made_up_traces(memory=1.2))
     assert len(found.best) == 5
     assert found.num_traces > 5
+
+
+def test_no_options_that_fit_are_searched_for_a_mesh_far_slower_than_the_fastest() -> None:
+    config = configured("--training.global_batch_size", "1")
+    traced: list[Sequence[TrainingPlan]] = []
+
+    def trace(plans: Sequence[TrainingPlan]) -> Sequence[TrainingPlan | None]:
+        traced.append(plans)
+        return made_up_traces(memory=1.15)(plans)
+
+    found = search(config, 8, H100, trace=trace)
+    assert len(found.best) == 4
+    limit = MAX_SLOWDOWN * found.best[0].step_seconds
+    first_round, *others = ([made_up_plan(plan).step_seconds for plan in each] for each in traced)
+    assert max(first_round) > limit
+    assert max(map(max, others)) < limit
 
 
 def test_a_pinned_memory_option_goes_with_all_choices_of_the_others() -> None:

@@ -35,8 +35,10 @@ from trainer.plan.tracing import Trace, traced_plans
 from trainer.trace.answers import show_progress
 
 MAX_RESULTS = 5
-NUM_NOT_FITTING = 3
+NUM_NOT_FITTING = 2
 """Layouts that do not fit: how many are traced to say why."""
+MAX_SLOWDOWN = 1.5
+"""Relative to the fastest layout: which further meshes are searched for options that fit."""
 Layout = TypeVar("Layout", Form, TrainingPlan)
 SEQ_LEN_STEP = 1 << 12
 """Granularity of the lengths tried."""
@@ -140,7 +142,8 @@ def search(
         if not best or (number == 0 and max_results > 1):
             others = not_fitting
         # With enough results, only what may be faster than all of them is worth a trace.
-        limit = found[0].step_seconds if len(found) == num_traced else inf
+        slowdown = 1 if len(found) == num_traced else MAX_SLOWDOWN
+        limit = slowdown * found[0].step_seconds if found else inf
         unknown = [
             form
             for form in (*best, *others)
@@ -275,8 +278,8 @@ class _LayoutSearch:
         faster = ([form for form in lean if seconds(form) < limit] for lean in not_fitting)
         leanest = [min(lean, key=self.traces.memory_share) for lean in faster if lean]
         if not best:
-            leanest = _first_by_mesh(sorted(leanest, key=self.traces.memory_share))
-        return best, leanest[: min(max_results, NUM_NOT_FITTING)]
+            leanest.sort(key=self.traces.memory_share)
+        return best, _first_by_mesh(leanest)[: min(max_results, NUM_NOT_FITTING)]
 
     def fastest_fitting(self, bound: Form, limit: float) -> tuple[Form | None, Sequence[Form]]:
         """The fastest options that fit, among equals the first in MEMORY_CHOICES; or lean ones if
