@@ -11,6 +11,8 @@ from unittest.mock import patch
 
 import torch
 
+from parallelisms.context.ring import core_of
+
 
 @contextmanager
 def float64_throughout() -> Iterator[None]:
@@ -22,3 +24,4 @@ def float64_throughout() -> Iterator[None]:
     ):
         warnings.simplefilter("ignore")
         yield
+    core_of.cache_clear()  # Some of these would send float64 in every later call.
