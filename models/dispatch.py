@@ -273,8 +273,8 @@ class LinearMap(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, forward: Map, transpose: Map, skipped: int | None) -> Tensor:
         ctx.transpose = transpose
-        # An expanded zero takes no memory, and carries the graph all the same.
-        return forward(x) if skipped is None else x.new_zeros(()).expand(skipped, *x.shape[1:])
+        # An expanded number takes no memory, and carries the graph all the same.
+        return forward(x) if skipped is None else x.new_empty(()).expand(skipped, *x.shape[1:])
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:

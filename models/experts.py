@@ -79,7 +79,7 @@ class GroupedFeedForward(torch.autograd.Function):
         if not options.needs_output:
             ctx.save_for_backward(x_RE, weight_R, *weights)
             # The result only carries the graph; `backward` computes the products that it needs.
-            return x_RE.new_zeros(()).expand_as(x_RE)
+            return x_RE.new_empty(()).expand_as(x_RE)
         kept = list[Tensor]()
 
         def run(part: Part) -> Tensor:
@@ -268,6 +268,7 @@ class EagerBetween:
         self._part = part
         self._activation = options.activation
         self._bias_scale = options.bias_scale
+        self._expert_R = _expert_of_row(part)
         self._graph: LocalGraph | None = None
         self._dots_R = torch.empty(0)
 
@@ -296,20 +297,22 @@ class EagerBetween:
         return product_grads, self._dots_R
 
     def with_last_bias(self, out_RE: Tensor) -> Tensor:
-        bias_RE = _by_row(self._part.biases[-1], self._part.groups, out_RE)
+        bias_RE = self._by_row(self._part.biases[-1])
         out_RE += _weigh_(bias_RE, self._part.weight) * self._bias_scale
         return out_RE
 
     def last_bias_dots(self, grad_RE: Tensor) -> Tensor:
-        return self._bias_scale * _row_dots(
-            _by_row(self._part.biases[-1], self._part.groups, grad_RE), grad_RE
-        )
+        return self._bias_scale * _row_dots(self._by_row(self._part.biases[-1]), grad_RE)
 
     def _with_biases_(self, products: list[Tensor]) -> list[Tensor]:
         """Adds the biases in place."""
         for product_RM, bias_XM in zip(products, self._part.biases, strict=False):
-            product_RM += _by_row(bias_XM, self._part.groups, product_RM)
+            product_RM += self._by_row(bias_XM)
         return products
+
+    def _by_row(self, bias_XI: Tensor) -> Tensor:
+        """The bias of each row's expert."""
+        return bias_XI.index_select(0, cast(Tensor, self._expert_R))
 
 
 class CompiledBetween:
@@ -319,6 +322,7 @@ class CompiledBetween:
         self._part = part
         self._activation = options.activation
         self._bias_scale = options.bias_scale
+        self._expert_R = _expert_of_row(part)
         self._compiled = cast(
             Callable[[Callable[..., Tensor]], Callable[..., Tensor]], options.compile_piece
         )
@@ -345,22 +349,22 @@ class CompiledBetween:
 
     def with_last_bias(self, out_RE: Tensor) -> Tensor:
         return self._compiled(with_bias)(
-            out_RE, *self._last_bias(out_RE), self._part.weight, self._bias_scale
+            out_RE, self._last_bias(), self._expert_R, self._part.weight, self._bias_scale
         )
 
     def last_bias_dots(self, grad_RE: Tensor) -> Tensor:
-        return self._compiled(bias_dots)(grad_RE, *self._last_bias(grad_RE), self._bias_scale)
+        return self._compiled(bias_dots)(
+            grad_RE, self._last_bias(), self._expert_R, self._bias_scale
+        )
 
-    def _last_bias(self, row_RE: Tensor) -> tuple[Tensor, Tensor]:
-        """The last bias, and the expert of each row."""
+    def _last_bias(self) -> Tensor:
         # Detached: `_part_backward` sums the gradients of biases by expert, outside of this graph.
-        return self._part.biases[-1].detach(), _expert_of_row(self._part.groups, row_RE)
+        return self._part.biases[-1].detach()
 
     def _run(self, products: Sequence[Tensor], weight_R: Tensor | None = None) -> Tensor:
         biases = self._part.biases[:2]
-        expert_R = _expert_of_row(self._part.groups, products[0]) if biases else None
         return self._compiled(weighted_gate)(
-            *products, weight_R, biases, expert_R, self._activation
+            *products, weight_R, biases, self._expert_R, self._activation
         )
 
 
@@ -406,23 +410,21 @@ def _row_dots(x_RI: Tensor, y_RI: Tensor) -> Tensor:
     return dots_R
 
 
-def _by_row(bias_XI: Tensor, groups: RowGroups, row_RI: Tensor) -> Tensor:
-    """The bias of each row's expert."""
-    return bias_XI.index_select(0, _expert_of_row(groups, row_RI))
-
-
-def _expert_of_row(groups: RowGroups, row_RI: Tensor) -> Tensor:
-    """Index of each row's expert, [R]; rows after all experts get the last."""
-    device = row_RI.device
+def _expert_of_row(part: Part) -> Tensor | None:
+    """Index of each row's expert, [R]; rows after all experts get the last. None without biases."""
+    if not part.biases:
+        return None
+    groups = part.groups
+    num_rows = len(part.x)
+    device = part.x.device
     if groups.ends is not None:
         # int32 as the ends are: `searchsorted` takes one dtype.
-        return torch.searchsorted(
-            groups.ends[:-1], torch.arange(len(row_RI), device=device).int(), right=True
-        )
+        rows_R = torch.arange(num_rows, dtype=torch.int32, device=device)
+        return torch.searchsorted(groups.ends[:-1], rows_R, right=True)
     counts_X = torch.tensor(groups.counts, device="cpu").to(device, non_blocking=True)
     # With `output_size` the host need not wait for the sum of the counts.
     return torch.arange(len(counts_X), device=device).repeat_interleave(
-        counts_X, output_size=len(row_RI)
+        counts_X, output_size=num_rows
     )
 
 
@@ -433,8 +435,9 @@ def _sum_by_expert(
     if groups.ends is not None:
         # A sum over rows is a product with a column of ones: the kernel for groups sums each
         # group, and the host need not know its length.
-        weight_R1 = x_RI.new_ones(len(x_RI), 1) if weight_R is None else weight_R.unsqueeze(-1)
-        columns_R8 = (weight_R1 * scale).to(x_RI.dtype).expand(-1, SUMMED_COLUMNS).contiguous()
+        columns_R8 = x_RI.new_full((len(x_RI), SUMMED_COLUMNS), scale)
+        if weight_R is not None:
+            torch.mul(weight_R.unsqueeze(-1).expand_as(columns_R8), scale, out=columns_R8)
         return grouped_weight_grad(columns_R8, x_RI, groups)[:, 0]
     if weight_R is not None or scale != 1:
         x_RI = _weigh_(x_RI * scale, weight_R)

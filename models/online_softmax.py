@@ -56,13 +56,13 @@ class OnlineSoftmax:
             del result
 
 
-SINK_TOKENS = 4096
+SINK_TOKENS = 8192
 """Tokens in `sink_grad` at once, whose products are in `accumulation_dtype`."""
 
 
 def add_sink(out_XNH: Tensor, lse_NX: Tensor, sink_N: Tensor) -> tuple[Tensor, Tensor]:
     """Output and log-sum-exp with one more logit per head, which has no value (gpt-oss, OpenAI,
-    2025).
+    2025). Overwrites the output.
 
     For the result over *all* keys. With what this returns, the gradients of Q, K and V are those
     of plain attention.
@@ -70,19 +70,20 @@ def add_sink(out_XNH: Tensor, lse_NX: Tensor, sink_N: Tensor) -> tuple[Tensor, T
     sink_N1 = sink_N.to(lse_NX.dtype).unsqueeze(1)
     # exp(lse) / (exp(lse) + exp(sink)) = sigmoid(lse - sink).
     weight_XN1 = torch.sigmoid(lse_NX - sink_N1).T.unsqueeze(-1)
-    return (out_XNH * weight_XN1).to(out_XNH.dtype), torch.logaddexp(lse_NX, sink_N1)
+    return out_XNH.mul_(weight_XN1), torch.logaddexp(lse_NX, sink_N1)
 
 
 def sink_grad(grad_XNH: Tensor, out_XNH: Tensor, lse_NX: Tensor, sink_N: Tensor) -> Tensor:
     """Gradient of the sink over these tokens, [N], given the results of `add_sink`."""
     dtype = accumulation_dtype(sink_N.dtype)
     total_N = torch.zeros_like(sink_N, dtype=dtype)
+    sink_N1 = sink_N.to(lse_NX.dtype).unsqueeze(1)
+    zero = total_N.new_zeros(1)
     for chunk in each_chunk(len(grad_XNH), SINK_TOKENS):
-        grad = grad_XNH[chunk]
-        out = out_XNH[chunk]
-        lse = lse_NX[:, chunk]
         # The sink's weight is p = exp(sink - lse), and it has no value: its gradient is -p times
         # the dot product of the output and its gradient.
-        weight_NP = (sink_N.to(lse.dtype).unsqueeze(1) - lse).exp()
-        total_N -= (weight_NP * (grad.to(dtype) * out).sum(-1).T).sum(1)
+        weight_NP = (sink_N1 - lse_NX[:, chunk]).exp_()
+        # The sum with zero makes products in its dtype, without a copy of a factor.
+        dots_PN = torch.addcmul(zero, grad_XNH[chunk], out_XNH[chunk]).sum(-1)
+        total_N -= weight_NP.mul_(dots_PN.T).sum(1)
     return total_N

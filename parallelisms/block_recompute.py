@@ -202,7 +202,7 @@ class BlockCompute:
             )
             del normed
             grad = self.tp_comm.reduce(grad)
-            grad_BSE[:, tile] += run.before_backward(grad, before_graph)
+            grad_BSE[:, tile].add_(run.before_backward(grad, before_graph))
             # Otherwise they would stay while the next tile's are computed.
             del grad, before_graph
         run.grads.add(

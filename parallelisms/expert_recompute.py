@@ -33,19 +33,22 @@ class ExpertHalf:
     def forward(self, hidden_BSE: Tensor) -> Tensor:
         """The first call chooses the experts; later ones use its choice."""
         weights = self._sublayer.weights()
+        logits: Sequence[Tensor | None] = [None] * len(self._routings)
         if not self._routings:
             self._agree_on_tiles()
-            logits = map_each(
-                lambda tile: self._logits(hidden_BSE[:, tile], weights)[1], self._tiles.tiles
+            chosen_by = map_each(
+                lambda tile: self._logits(hidden_BSE[:, tile], weights), self._tiles.tiles
             )
-            self._routings = self._module.route(logits, hidden_BSE.dtype)
-            del logits
-        (out_BSE,) = self._tiles.map_tiles(
-            lambda tile, routing: [
-                hidden_BSE[:, tile] + self._added(hidden_BSE[:, tile], routing, weights)
-            ],
-            self._routings,
-        )
+            self._routings = self._module.route(chosen_by, hidden_BSE.dtype)
+            logits = chosen_by
+
+        def compute_tile(
+            tile: slice, routing: TileRouting, logits_BCX: Tensor | None
+        ) -> list[Tensor]:
+            hidden_BCE = hidden_BSE[:, tile]
+            return [self._added(hidden_BCE, routing, weights, logits_BCX).add_(hidden_BCE)]
+
+        (out_BSE,) = self._tiles.map_tiles(compute_tile, self._routings, logits)
         return out_BSE
 
     def backward(self, grad_BSE: Tensor, hidden: Callable[[slice], Tensor]) -> tuple[Tensor, ...]:
@@ -80,21 +83,24 @@ class ExpertHalf:
         if self._module.step.num_targets is None:
             tiles += [slice(end, end)] * (self._module.dispatcher.agree(len(tiles)) - len(tiles))
 
-    def _logits(self, hidden_BCE: Tensor, weights: Weights) -> tuple[Tensor, Tensor]:
-        """The normed input of a tile, and the router's logits of it."""
-        normed_BCE = self._sublayer.before(hidden_BCE, weights)
-        return normed_BCE, self._module.logits(normed_BCE, weights)
+    def _logits(self, hidden_BCE: Tensor, weights: Weights) -> Tensor:
+        """The router's logits of a tile."""
+        return self._module.logits(self._sublayer.before(hidden_BCE, weights), weights)
 
     def _added(
         self,
         hidden_BCE: Tensor,
         routing: TileRouting,
         weights: Weights,
+        logits_BCX: Tensor | None = None,
         *,
         needs_output: bool = True,
     ) -> Tensor:
-        """The term that the residual connection adds."""
+        """The term that the residual connection adds; without logits it computes them."""
+        normed_BCE = self._sublayer.before(hidden_BCE, weights)
+        if logits_BCX is None:
+            logits_BCX = self._module.logits(normed_BCE, weights)
         out_BCE = self._module.mix(
-            *self._logits(hidden_BCE, weights), routing, weights, needs_output=needs_output
+            normed_BCE, logits_BCX, routing, weights, needs_output=needs_output
         )
         return self._sublayer.after(out_BCE, weights)

@@ -143,7 +143,8 @@ class SublayerPass:
         Where a norm follows, it needs the product.
         """
         if self._sublayer.post_norm is None:
-            grad_last_BCE = grad_BCE * self._sublayer.multiplier
+            multiplier = self._sublayer.multiplier
+            grad_last_BCE = grad_BCE if multiplier == 1 else grad_BCE * multiplier
             if self._sublayer.bias_name is not None:
                 dtype = accumulation_dtype(grad_BCE.dtype)
                 self.grads.add(

@@ -135,6 +135,7 @@ EXEMPT = {
     ),
     "parallelisms.expert_recompute.ExpertHalf._agree_on_tiles": ("+=", "a list"),
     "parallelisms.expert_recompute.ExpertHalf.backward.compute_tile": ("add_", TWO),
+    "parallelisms.expert_recompute.ExpertHalf.forward.compute_tile": ("add_", TWO),
     "parallelisms.sublayer_pass.SublayerPass.last_grad": (
         "sum",
         "biases: over tokens, in float32",
@@ -154,7 +155,7 @@ EXEMPT = {
     "parallelisms.activation_offload.HostActivationPool.offload": ("+= sum", INTEGERS),
     "parallelisms.activation_offload.allocated_size": ("sum", INTEGERS),
     "parallelisms.activation_offload.HostActivationPool._allocate": ("+=", INTEGERS),
-    "parallelisms.block_recompute.BlockCompute.attention_backward": ("+=", TWO),
+    "parallelisms.block_recompute.BlockCompute.attention_backward": ("add_", TWO),
     "parallelisms.block_recompute.BlockCompute.feed_forward_backward.compute_tile": ("add_", TWO),
     "parallelisms.sublayer_pass.SublayerPass.residual": ("add_", TWO),
     "parallelisms.sublayer_pass.SublayerPass.linears_backward": (

@@ -250,6 +250,17 @@ def test_an_operator_does_not_read_what_it_only_writes_to() -> None:
     assert counter.work.moved_bytes.total() == 3 * x.nbytes
 
 
+def test_a_copy_of_numbers_onto_themselves_moves_nothing() -> None:
+    """`x[i] += y` ends with one."""
+    counter = OpCounterMode()
+    with counter.enable():
+        x, y = torch.empty(2, 1024), torch.empty(1024)
+        x[0] += y
+        assert counter.work.moved_bytes.total() == 3 * y.nbytes
+        x[0] = x[1]
+    assert counter.work.moved_bytes.total() == 5 * y.nbytes
+
+
 def test_a_product_that_is_added_to_a_sum_reads_and_writes_the_sum() -> None:
     """A bias is no sum: it is read beside the product."""
     counter = OpCounterMode()

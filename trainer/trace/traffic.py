@@ -54,6 +54,8 @@ def moved_bytes(
         return 3 * tensors[-1].nbytes
     if packet in LOOKUPS:
         return 2 * sum(x.nbytes for x in result)
+    if packet is aten.copy_ and _are_same(*tensors[:2]):
+        return 0  # `x[i] += y` ends with one, which torch does not run.
     if facts.writes:
         written = tensors_of(
             args[place] if isinstance(place, int) else kwargs[place] for place in facts.writes
@@ -66,6 +68,21 @@ def moved_bytes(
     if facts.returns_views or not func._schema.returns or packet.__name__.startswith(NO_KERNELS):
         return 0
     return nbytes(result if packet.__name__ in FILLED else [*tensors, *result])
+
+
+def _are_same(x: Tensor, y: Tensor) -> bool:
+    """Whether both are the same numbers in memory."""
+    first, second = (
+        (
+            each.untyped_storage()._cdata,
+            each.storage_offset(),
+            each.shape,
+            each.stride(),
+            each.dtype,
+        )
+        for each in (x, y)
+    )
+    return first == second
 
 
 def nbytes(tensors: Iterable[Tensor]) -> int:
