@@ -43,7 +43,7 @@ from trainer.plan.search import (
     search,
     with_seq_len,
 )
-from trainer.plan.traced_forms import TIE_FACTOR
+from trainer.plan.traced_forms import TIE_FACTOR, Form, Traces, form_of
 
 H100 = load_device("h100-80gb")
 ROOT = Path(__file__).resolve().parents[2]
@@ -387,6 +387,26 @@ def test_a_layout_that_needs_more_by_its_trace_is_replaced_by_a_leaner_one() -> 
     assert all(plan.fits for plan in traced.best)
     assert traced.memory_ratio == pytest.approx(1.05)
     assert traced.num_traces > find(config, 2, tight).num_traces
+
+
+def test_a_trace_corrects_estimates_of_its_kind_alone() -> None:
+    """Pipelines of short sequences may take a third longer than their estimates."""
+
+    def form(**degrees: int) -> Form:
+        mesh = dict.fromkeys(("dp_shard", "cp", "tp", "pp"), 1) | degrees
+        key = frozenset((f"parallelism.{axis}", degree) for axis, degree in mesh.items())
+        return form_of(with_overrides(configured(), dict(key)), key, 8, H100)
+
+    traces = Traces()
+    traces.add(
+        [form(dp_shard=4, pp=2)],
+        lambda plans: [made_up_plan(plan, seconds=1.3) for plan in plans],
+    )
+    ratios = [
+        traces.ratios(each).seconds
+        for each in (form(cp=4, pp=2), form(dp_shard=2, pp=4), form(dp_shard=8))
+    ]
+    assert ratios == pytest.approx([1.3, 1, 1], rel=0.01)
 
 
 def test_a_search_on_racks_counts_their_used_devices() -> None:

@@ -35,6 +35,11 @@ class Form:
     """Its changes to the configuration of the search."""
     estimate: RoughPlan
 
+    @property
+    def kind(self) -> tuple[int, str]:
+        """Estimates of other kinds are off by other factors."""
+        return self.config.parallelism.pp, self.config.memory.recompute
+
     @cached_property
     def mesh(self) -> tuple[int, ...]:
         return tuple(self.config.parallelism.degrees(self.estimate.world_size).values())
@@ -63,8 +68,8 @@ class Ratios:
 
 
 class Traces:
-    """The forms that are traced, and what they tell about all others: each is corrected like the
-    traced one that is most alike, of its own mesh if there is one.
+    """The forms that are traced, and what they tell about others: each is corrected like the traced
+    one that is most alike, of its own mesh if there is one, else of its kind.
     """
 
     def __init__(self, memory_ratio: float = 1) -> None:
@@ -110,7 +115,9 @@ class Traces:
 
     def ratios(self, form: Form) -> Ratios:
         if form.key not in self._nearest:
-            traced = self._by_mesh.get(form.mesh, self._latest)
+            traced = self._by_mesh.get(form.mesh) or [
+                each for each in self._latest if each[0].kind == form.kind
+            ]
             likeness = [len(form.key & other.key) for other, _ in traced]
             self._nearest[form.key] = (
                 traced[likeness.index(max(likeness))][1] if traced else self._default
