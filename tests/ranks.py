@@ -327,6 +327,7 @@ class _State:
         if utils.counters:
             _dynamo.reset()
             utils.counters.clear()
+        torch.compiler.set_stance("default")
         os.environ.clear()
         os.environ.update(self.environment)
         os.chdir(self.folder)

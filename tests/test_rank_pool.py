@@ -101,7 +101,16 @@ def leave_traces() -> None:
     torch.set_num_threads(2)
     torch.manual_seed(1)
     torch.set_grad_enabled(False)
+    torch.compiler.set_stance("force_eager")
     vars(errors)["EXIT_FAILURE"] = -1
+
+
+def compiles() -> bool:
+    from torch._dynamo.testing import CompileCounter
+
+    counter = CompileCounter()
+    torch.compile(torch.nn.functional.relu, backend=counter)(torch.ones(1))
+    return bool(counter.frame_count)
 
 
 def traces() -> tuple[object, ...]:
@@ -117,6 +126,7 @@ def traces() -> tuple[object, ...]:
         torch.rand(1).item(),
         torch.is_grad_enabled(),
         errors.EXIT_FAILURE,
+        compiles(),
     )
 
 
