@@ -37,7 +37,7 @@ class Form:
 
     @property
     def kind(self) -> tuple[int, str]:
-        """Estimates of other kinds are off by other factors."""
+        """Pipeline ranks and recomputation: estimates that differ in them are off by other factors."""
         return self.config.parallelism.pp, self.config.memory.recompute
 
     @cached_property
