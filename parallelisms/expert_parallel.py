@@ -156,28 +156,21 @@ class RankDispatcher:
             if self._gather_group is None
             else collectives.all_gather_async(by_ep, self._gather_group).wait()
         )
-        of_tiles = zip(ordered, by_tp.unbind(2), by_tp.cpu().unbind(2), strict=True)
-        return [
-            self._route(rows, counts_QPX, host_counts_QPX, padded=padded)
-            for (rows, _), counts_QPX, host_counts_QPX in of_tiles
-        ]
+        # One copy to the host for all tiles: each copy waits for the device.
+        of_tiles = zip(ordered, by_tp.cpu().unbind(2), strict=True)
+        return [self._route(rows, counts_QPX, padded=padded) for (rows, _), counts_QPX in of_tiles]
 
-    def _route(
-        self, rows: Rows, counts_QPX: Tensor, host_counts_QPX: Tensor, *, padded: bool
-    ) -> Rows:
-        """Route of a tile from the rows of each tp and ep rank for each expert, which are on the
-        device and on the host.
-        """
+    def _route(self, rows: Rows, counts_QPX: Tensor, *, padded: bool) -> Rows:
+        """Route of a tile from the rows of each tp and ep rank for each expert, on the host."""
         ep_rank, ep = (
             (0, 1) if self._ep_group is None else (self._ep_group.rank(), self._ep_group.size())
         )
         # [tp rank, ep rank that sends, ep rank that receives, its experts]
-        by_owner_QPPX = host_counts_QPX.unflatten(2, (ep, -1))
+        by_owner_QPPX = counts_QPX.unflatten(2, (ep, -1))
         own_QPX = by_owner_QPPX[:, :, ep_rank]
         sent_P = by_owner_QPPX[self.tp_rank, ep_rank].sum(-1)
         received_P = own_QPX[self.tp_rank].sum(-1)
-        counts_SX = counts_QPX.unflatten(2, (ep, -1))[:, :, ep_rank].flatten(0, 1)
-        arrived, groups = _places(counts_SX, own_QPX.sum((0, 1)), padded=padded)
+        arrived, groups = _places(own_QPX.flatten(0, 1), rows.place.device, padded=padded)
         route = Route(
             (sent_P.tolist(), received_P.tolist()), own_QPX.sum((1, 2)).tolist(), arrived
         )
@@ -322,29 +315,34 @@ class AllToAll:
 
 
 def _places(
-    counts_SX: Tensor, host_counts_X: Tensor, *, padded: bool
+    counts_SX: Tensor, device: torch.device, *, padded: bool
 ) -> tuple[RowPlaces, RowGroups]:
-    """Places and groups of every source's rows for each expert; they arrive one source after the
-    other.
+    """Places and groups of every source's rows for each expert, on a device; they arrive one source
+    after the other.
 
-    Computed where `counts_SX` is: the host, which has the counts of all sources together, gives
-    the lengths alone.
+    `counts_SX` is on the host, which finds how far each block of rows moves.
     """
-    num_rows = num_places = int(host_counts_X.sum())
-    groups = RowGroups(host_counts_X.tolist())
+    counts_X = counts_SX.sum(0)
+    num_rows = int(counts_X.sum())
     # Rows arrive in blocks by source, then expert, and are put by expert, then source.
     arrival_ends_B = counts_SX.flatten().cumsum(0).view_as(counts_SX).T.flatten()
     ends_B = counts_SX.T.flatten().cumsum(0)
-    place_R = torch.arange(num_rows, device=counts_SX.device)
-    block_R = torch.searchsorted(ends_B, place_R, right=True)
-    source_R = place_R + (arrival_ends_B - ends_B)[block_R]
-    if padded and num_rows:
-        counts_X = counts_SX.sum(0)
-        ends_X = padded_ends(counts_X)
-        place_R = place_R + padded_shifts(counts_X, ends_X)[block_R // len(counts_SX)]
-        num_places = int(padded_ends(host_counts_X)[-1])
-        groups = RowGroups((), ends_X.int())
-    return RowPlaces.sorted(source_R, place_R, num_places), groups
+    is_padded = padded and num_rows > 0
+    ends_X = padded_ends(counts_X) if is_padded else counts_X.cumsum(0)
+    shifts_B = padded_shifts(counts_X, ends_X).repeat_interleave(len(counts_SX))
+    blocks_3B = to_device(torch.stack((ends_B, arrival_ends_B - ends_B, shifts_B)), device)
+    row_R = torch.arange(num_rows, device=device)
+    block_R = torch.searchsorted(blocks_3B[0], row_R, right=True)
+    source_R, place_R = row_R + blocks_3B[1:, block_R]
+    places = RowPlaces.sorted(source_R, place_R, int(ends_X[-1]))
+    if is_padded:
+        return places, RowGroups((), to_device(ends_X.int(), device))
+    return places, RowGroups(counts_X.tolist())
+
+
+def to_device(x: Tensor, device: torch.device) -> Tensor:
+    """A copy of integers of the host, for which it does not wait."""
+    return x.to(device, non_blocking=True)
 
 
 def _all_reduce(x: Tensor, *, group: ProcessGroup) -> Tensor:

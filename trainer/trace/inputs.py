@@ -119,17 +119,20 @@ def balanced_experts(counter: OpCounterMode) -> Iterator[None]:
 
         def of_tile(tile: Tensor) -> Rows:
             rows, _ = sort_by_expert(tile, num_experts, compiled)
-            on_device = counter.new_int64(*ranks, num_experts)
             # Counts are real integers, because split sizes depend on them.
             with unset_fake_temporarily():
-                on_host = torch.tensor(counts_of(tile, num_experts)).expand(*ranks, -1)
-            found: Rows = self._route(rows, on_device, on_host, padded=padded)
+                counts = torch.tensor(counts_of(tile, num_experts)).expand(*ranks, -1)
+            found: Rows = self._route(rows, counts, padded=padded)
             return found
 
         return map_each(of_tile, experts)
 
+    def to_device(x: Tensor, _: torch.device) -> Tensor:
+        return counter.new_int64(*x.shape).to(x.dtype)
+
     with (
         patch("models.dispatch.own_rows", own_rows),
+        patch("parallelisms.expert_parallel.to_device", to_device),
         patch.object(RankDispatcher, "rows", rows_of_ranks),
         patch("models.experts.ROWS_AT_ONCE", sys.maxsize),
     ):
