@@ -31,6 +31,7 @@ RUN_SOURCES = (
     "trainer/launch/*.py",
     "benchmarks/gpu_product.py",
 )
+MESH_SOURCES = (*STEP_SOURCES, "trainer/selfcheck/*.py", "benchmarks/gpu_parity.py")
 
 
 @dataclass(frozen=True)
@@ -213,6 +214,7 @@ def checks() -> list[Job]:
         errors_job("efficient", 6),
         errors_job("plain", 6),
         Job("windows", "windows", gpu_parity.windows, 20),
+        Job("meshes on one GPU", "mesh", gpu_parity.meshes, 60, sources=MESH_SOURCES),
         Job("kill and resume", "run", gpu_product.kill_and_resume, 75, sources=RUN_SOURCES),
         Job("errors of a ring", "ring", gpu_kernels.ring_errors, 6, sources=RING_SOURCES),
         Job(
@@ -284,6 +286,15 @@ def timings() -> list[Job]:
         rival_job(hugging(8 * K, "none"), 20, 40),
         rival_job(titan(8 * K, "none"), 20, 48),
         step_job(case(1024 * K, LEAN, document=16 * K), "step", 65, 115, Rounds(0, 1)),
+        Job(
+            "two ranks on one GPU",
+            "mesh",
+            gpu_product.two_ranks,
+            50,
+            40,
+            RUN_SOURCES,
+            alone=True,
+        ),
         Job(
             "calibrate",
             "machine",

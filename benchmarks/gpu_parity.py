@@ -1,5 +1,5 @@
 """Whether training is right on this device, for the GPU benchmark: its tests, options that must
-change nothing, windows.
+change nothing, windows, meshes of ranks that share it.
 """
 
 from __future__ import annotations
@@ -17,6 +17,10 @@ from parallelisms.mesh.collectives import to_local
 from tests.build_datasets import build_train_dataset
 from trainer.config.job_config import Config
 from trainer.config.parse import load
+from trainer.selfcheck.processes import RankPool
+from trainer.selfcheck.random_check import check_case
+from trainer.selfcheck.random_configs import parse_case
+from trainer.selfcheck.shrink import write_sample_documents
 from trainer.step.process_group import process_group
 from trainer.step.trainer import Trainer
 
@@ -24,6 +28,18 @@ GPU_TESTS = ("tests/models",)
 FARTHEST = 0.05
 """Of a tensor's norm: kernels in bfloat16 give gradients 0.02 apart, a wrong one gives any."""
 KEPT = "--memory.recompute keep_attention"
+MESHES = {
+    "FSDP": "parallelism.dp_shard=2 training.global_batch_size=2",
+    "HSDP": "parallelism.dp_replicate=2 parallelism.dp_shard=2 training.global_batch_size=4",
+    "tensor parallelism": "parallelism.tp=2",
+    "context parallelism, ring": "parallelism.cp=2 parallelism.cp_method=ring",
+    "context parallelism, all-gather": "parallelism.cp=2 parallelism.cp_method=allgather",
+    "context parallelism, Ulysses": "parallelism.cp=2 parallelism.cp_method=ulysses",
+    "context parallelism, hybrid": "parallelism.cp=4 parallelism.cp_method=hybrid parallelism.cp_ulysses=2",
+    "pipeline": "parallelism.pp=2 training.global_batch_size=2",
+    "experts": "parallelism.dp_shard=2 parallelism.ep=2 model.feed_forward=softmax training.global_batch_size=2",
+}
+"""Cases of the self-check, whose ranks share a GPU where there is one."""
 Seen = tuple[float, float, dict[str, Tensor]]
 """Loss, gradient norm and gradients of a first step."""
 # What is compared, with what, and how it is configured.
@@ -159,3 +175,20 @@ def windows(bench: Bench) -> None:
         bench.row(what=f"losses with windows and sinks, {kernel}, {dtype}", result=result)
     if not max(seen.values()) - min(seen.values()) < 0.01:
         raise ValueError("losses with windows and sinks differ between kernels")
+
+
+def meshes(bench: Bench) -> None:
+    """Two steps in float64 on each mesh beside one process.
+
+    Raises ValueError with the meshes that differ.
+    """
+    write_sample_documents(bench.folder)
+    wrong = []
+    with RankPool(device_type=bench.device.type) as pool:
+        for name, case in MESHES.items():
+            found = check_case(parse_case(case), pool, bench.folder)
+            result = found.problem or f"{max(found.errors.values()):.1e} from one process"
+            bench.row(what=f"ranks on one GPU: {name}", result=result)
+            wrong += [f"{name}: {found.problem}"] * bool(found.problem)
+    if wrong:
+        raise ValueError("; ".join(wrong))

@@ -1,5 +1,5 @@
-"""Whole runs on one GPU, for the GPU benchmark: checkpoints, kill -9, resume, trace, calibration
-of the planner.
+"""Whole runs on one GPU, for the GPU benchmark: checkpoints, kill -9, resume, trace, two ranks,
+calibration of the planner.
 """
 
 from __future__ import annotations
@@ -10,10 +10,11 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from shutil import rmtree
+from typing import Any
 
 import torch
 
@@ -23,6 +24,8 @@ from trainer.hardware.spec_tables import find_table
 
 STEPS = 8
 KILLED_AFTER = 5
+FARTHEST = 0.01
+"""Of a loss: in bfloat16, gradients of two ranks are summed in another order."""
 INTERVAL = 3
 
 
@@ -46,9 +49,9 @@ def calibrate(bench: Bench) -> None:
             bench.row(what="calibrated", result=line.partition(", source")[0])
 
 
-def command(bench: Bench, run: Path, *more: str) -> list[str]:
+def command(bench: Bench, run: Path, more: Mapping[str, object] | None = None) -> list[str]:
     model = TINY if bench.rehearse else f"{MODELS['parity']} --model.num_layers 8"
-    options = {
+    options: dict[str, object] = {
         "job.output_dir": run,
         "data.corpus": "copy",
         "training.seq_len": 256 if bench.rehearse else 32 * K,
@@ -62,13 +65,16 @@ def command(bench: Bench, run: Path, *more: str) -> list[str]:
         "metrics.log_interval": 1,
         "metrics.tensorboard": "false",
     }
+    options |= more or {}
     given = [word for key, value in options.items() for word in (f"--{key}", str(value))]
-    return [str(ROOT / "run_train.sh"), "--config", "debug", *model.split(), *given, *more]
+    return [str(ROOT / "run_train.sh"), "--config", "debug", *model.split(), *given]
 
 
-def start(words: Sequence[str], log: Path, *, own_group: bool = False) -> subprocess.Popen[bytes]:
+def start(
+    words: Sequence[str], log: Path, *, own_group: bool = False, ranks: int = 1
+) -> subprocess.Popen[bytes]:
     """`own_group`: in a process group that can be killed as one."""
-    environment = os.environ | {"NGPU": "1"}
+    environment = os.environ | {"NGPU": str(ranks)}
     with log.open("ab") as file:
         return subprocess.Popen(
             words,
@@ -80,10 +86,10 @@ def start(words: Sequence[str], log: Path, *, own_group: bool = False) -> subpro
         )
 
 
-def run_to_end(log: Path, words: Sequence[str]) -> float:
+def run_to_end(log: Path, words: Sequence[str], **options: Any) -> float:
     """Seconds. Raises RuntimeError with the end of the log of a command that fails."""
     begin = time.perf_counter()
-    if status := start(words, log).wait():
+    if status := start(words, log, **options).wait():
         lines = [line for line in log.read_text().splitlines() if line.strip()]
         raise RuntimeError(f"status {status}: {' / '.join(lines[-3:])}")
     return time.perf_counter() - begin
@@ -97,7 +103,7 @@ def kill_and_resume(bench: Bench) -> None:
     for run in (whole, killed):
         rmtree(run, ignore_errors=True)
     seconds = run_to_end(
-        whole.with_suffix(".log"), command(bench, whole, "--profiler.trace_step", "3")
+        whole.with_suffix(".log"), command(bench, whole, {"profiler.trace_step": 3})
     )
     expected = losses(whole)
     traces = [path for path in whole.rglob("*trace*") if path.is_file()]
@@ -137,6 +143,30 @@ def compare_after_kill(bench: Bench, run: Path, expected: dict[str, float]) -> N
     if not same == len(after) > 0:
         raise RuntimeError(result)
     bench.row(what=f"killed in step {KILLED_AFTER}, started again", result=result)
+
+
+def two_ranks(bench: Bench) -> None:
+    """Losses of two ranks that share the GPU, beside those of one.
+
+    Raises RuntimeError if they are more than `FARTHEST` apart.
+    """
+    found = []
+    options = {
+        "training.seq_len": bench.size(8 * K),
+        "training.steps": 3,
+        "checkpoint.enabled": "false",
+        "distributed.through_host": "true",
+    }
+    for ranks in (1, 2):
+        run = bench.folder / f"ranks-{ranks}"
+        run_to_end(run.with_suffix(".log"), command(bench, run, options), ranks=ranks)
+        found.append(losses(run))
+    alone, together = found
+    far = max(abs(together[step] / loss - 1) for step, loss in alone.items())
+    result = f"losses of {len(alone)} steps within {far:.1e} of those of one rank"
+    if not far < FARTHEST:
+        raise RuntimeError(result)
+    bench.row(what="two ranks on one GPU, bfloat16, FSDP", result=result)
 
 
 def losses(run: Path) -> dict[str, float]:

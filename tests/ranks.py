@@ -51,6 +51,7 @@ PRELOADED = [
     "torch.utils.checkpoint",
     "torch.utils.tensorboard",
     "models.transformer",
+    "parallelisms.mesh.host_staging",
     "parallelisms.parallelize",
     "trainer.step.trainer",
     "train",
@@ -93,6 +94,7 @@ def run_ranks(
     *arguments: Any,
     timeout: float = 60,
     fresh: bool = False,
+    backend: str = "gloo",
 ) -> list[Result]:
     """`function(*arguments)` on each of `world_size` ranks: their results, in order.
 
@@ -102,8 +104,9 @@ def run_ranks(
     calls change, asks for `fresh` processes.
     """
     folder = _new_folder()
+    call = partial(function, *arguments)
     tasks = [
-        partial(_in_group, (rank, world_size, folder / "store", timeout), function, arguments)
+        partial(_in_group, (rank, world_size, folder / "store"), timeout, backend, call)
         for rank in range(world_size)
     ]
     with team(tasks, fresh=fresh) as ranks:
@@ -272,22 +275,20 @@ def _remove_folders() -> None:
 
 
 def _in_group(
-    place: tuple[int, int, Path, float],
-    function: Callable[..., Result],
-    arguments: tuple[object, ...],
+    place: tuple[int, int, Path], timeout: float, backend: str, call: Callable[[], Result]
 ) -> Result:
-    rank, world_size, store, timeout = place
+    rank, world_size, store = place
     stacks = (store.parent / f"stacks of rank {rank}").open("w")
     faulthandler.dump_traceback_later(0.7 * timeout, file=stacks)
     distributed.init_process_group(
-        "gloo",
+        backend,
         store=distributed.FileStore(str(store), world_size),
         rank=rank,
         world_size=world_size,
         timeout=timedelta(seconds=timeout),
     )
     try:
-        return function(*arguments)
+        return call()
     finally:
         faulthandler.cancel_dump_traceback_later()
         stacks.close()

@@ -91,9 +91,9 @@ class Forked:
         return status
 
 
-LEFT_OUT = {"torchtitan", "tests"}
-"""Kinds that are not rehearsed: torchtitan is not installed here, and pytest is not run inside of
-a test.
+LEFT_OUT = {"torchtitan", "tests", "mesh"}
+"""Kinds that are not rehearsed: torchtitan is not installed here, pytest is not run inside of a
+test, and a process of tests starts no ranks.
 """
 
 
@@ -167,7 +167,14 @@ def test_a_job_of_every_kind_is_rehearsed(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "only", ["gpu tests", "errors of flash", "pair: --training.compile true", "transformers"]
+    "only",
+    [
+        "gpu tests",
+        "errors of flash",
+        "pair: --training.compile true",
+        "transformers",
+        "on one GPU",
+    ],
 )
 def test_jobs_are_rehearsed_in_the_processes_that_the_command_starts(
     only: str, tmp_path: Path
@@ -606,9 +613,13 @@ def test_four_minutes_touch_every_kind_of_job_and_seven_more_measure_what_is_lef
     left = run_all(
         second.schedule, unknown(jobs.values(), rows, MACHINE), deadline=7 * 60 - gpu.PAGE_SECONDS
     )
-    assert {job.kind for job in left} <= {"step", "machine", "torchtitan", "transformers"}, (
-        "the last and the longest"
-    )
+    assert {job.kind for job in left} <= {
+        "step",
+        "machine",
+        "mesh",
+        "torchtitan",
+        "transformers",
+    }, "the last and the longest"
     assert not {job.name for job in jobs.values() if not job.alone} & {job.name for job in left}
 
 

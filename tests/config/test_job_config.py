@@ -288,6 +288,15 @@ def test_an_invalid_model_hides_problems_of_its_heads_on_the_mesh() -> None:
             1,
             "needs parallelism.tp above 1 and training.compile = true",
         ),
+        (
+            {
+                "parallelism": {"async_tp": True, "tp": 2},
+                "training": {"compile": True},
+                "distributed": {"through_host": True},
+            },
+            2,
+            "parallelism.async_tp = true needs distributed.through_host = false",
+        ),
     ],
 )
 def test_an_unsupported_mesh_is_an_error(

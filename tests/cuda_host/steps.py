@@ -165,10 +165,7 @@ class Runtime:
         )
 
 
-def run_steps(config: Config, runtime: Runtime) -> list[float]:
-    """Counts per step, and the most bytes requested. torch raises at the line that waits for the
-    device.
-    """
+def new_trainer(config: Config, world: World) -> Trainer:
     training = config.training
     vocabulary = config.model.build().vocab_size
     sequences = CopyDataset(
@@ -178,13 +175,18 @@ def run_steps(config: Config, runtime: Runtime) -> list[float]:
         num_sequences=training.global_batch_size * training.steps,
         seed=0,
     )
-    world_size = num_ranks(config)
-    device = torch.device("cuda:0")
     dataset = BlendedDataset([sequences], seq_len=training.seq_len)
-    queries = torch.empty(0, dtype=getattr(torch, training.dtype), device=device)
+    queries = torch.empty(0, dtype=getattr(torch, training.dtype), device=world.device)
     # Not verified: nothing may be computed.
     kernel = kernels.select_kernel(queries, training.attention)
-    trainer = Trainer(config, World(0, world_size, device), dataset, kernel=kernel)
+    return Trainer(config, world, dataset, kernel=kernel)
+
+
+def run_steps(config: Config, runtime: Runtime) -> list[float]:
+    """Counts per step, and the most bytes requested. torch raises at the line that waits for the
+    device.
+    """
+    trainer = new_trainer(config, World(0, num_ranks(config), torch.device("cuda:0")))
     batches = trainer.loader.steps(0)
 
     def step() -> None:

@@ -71,6 +71,56 @@ def test_a_step_never_waits_and_asks_for_what_is_recorded(
     assert found.requested_bytes / 2**20 == pytest.approx(requested_mib, abs=0.06)
 
 
+SHARED = """
+import sys
+from pathlib import Path
+from torch import distributed
+from tests.cuda_host import steps
+from trainer.step.process_group import init_single_host
+rank, store, variant = int(sys.argv[1]), Path(sys.argv[2]), sys.argv[3]
+config = steps.configured(variant)
+world = init_single_host(config.distributed, rank=rank, size=steps.num_ranks(config), store=store, device_type="cuda")
+trainer = steps.new_trainer(config, world)
+reading = trainer.loader.steps(0)
+for _ in range(2):
+    trainer.step += 1
+    trainer.train_step(next(reading), 1e-3)
+reading.close()
+print(world.device, distributed.get_backend())
+distributed.destroy_process_group()
+"""
+
+
+@pytest.mark.cuda_host
+@pytest.mark.parametrize(
+    "mesh",
+    [
+        "--parallelism.dp_shard 2 --training.global_batch_size 2",
+        "--parallelism.tp 2",
+        f"{steps.RING}",
+        "--parallelism.cp 2 --parallelism.cp_method ulysses",
+        "--parallelism.pp 2 --training.global_batch_size 4",
+    ],
+)
+def test_ranks_that_share_a_device_exchange_its_tensors_through_the_host(
+    mesh: str, tmp_path: Path, stand_in: dict[str, str]
+) -> None:
+    """Gloo raises where it is given a tensor of the device."""
+    given = [str(tmp_path / "store"), f"{mesh} --training.seq_len 2048"]
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-c", SHARED, str(rank), *given],
+            env=os.environ | stand_in,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    ended = [rank.communicate(timeout=120) for rank in ranks]
+    assert [printed for printed, _ in ended] == ["cuda:0 host_staged\n"] * 2, ended[0][1]
+
+
 REHEARSAL = """
 import json, sys, warnings
 from pathlib import Path
@@ -83,7 +133,7 @@ from benchmarks.gpu_jobs import all_jobs
 warnings.filterwarnings("ignore")
 rows = []
 bench = Bench(torch.device("cuda", 0), rows.append, Path(sys.argv[1]), rehearse=True)
-failed = {job.name: measure(job, bench) for job in all_jobs() if job.kind not in ("run", "tests") and not job.library}
+failed = {job.name: measure(job, bench) for job in all_jobs() if job.kind not in ("run", "tests", "mesh") and not job.library}
 print(json.dumps({"failed": {name: row["result"] for name, row in failed.items() if row}, "rows": rows}))
 """
 OF_NUMBERS = re.compile("^(errors of|parity|windows|rate of|2.32 numbers|calibrate)")

@@ -104,6 +104,9 @@ def test_ranks_that_share_a_gpu_are_refused_by_their_numbers(
         if sharing
         else nullcontext()
     )
+    ranks_on_device = process_group_module.ranks_on_device
+    device = torch.device("cuda", 0)
     with expected:
-        process_group_module.require_own_device(torch.device("cuda", 0))
-    process_group_module.require_own_device(torch.device("cpu"))
+        assert ranks_on_device(device, may_share=False) == 1
+    assert ranks_on_device(device, may_share=True) == uuids.count("a")
+    assert ranks_on_device(torch.device("cpu"), may_share=False) == 1

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, distributed
 from torch.distributed.device_mesh import init_device_mesh
 
-from parallelisms.mesh import collectives, values
+from parallelisms.mesh import collectives, host_staging, values
 from tests.ranks import run_ranks
 
 pytestmark = pytest.mark.ranks
@@ -30,10 +30,10 @@ def rank_values(rank: int, *shape: int) -> Tensor:
     )
 
 
-def run_all(dtype: torch.dtype) -> dict[str, Any]:
+def run_all(dtype: torch.dtype, backend: str) -> dict[str, Any]:
     """Results of every collective by name, for inputs from `rank_values`."""
     rank = distributed.get_rank()
-    group = init_device_mesh("cpu", (RANKS,)).get_group()
+    group = distributed.new_group(backend=backend)
     x = rank_values(rank, 2, 5).to(dtype)
     parts = rank_values(rank, RANKS, 2, 5).to(dtype)
     before = x.clone(), parts.clone()
@@ -62,9 +62,10 @@ def run_all(dtype: torch.dtype) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.parametrize("backend", ["gloo", host_staging.BACKEND])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
-def test_every_collective_returns_its_definition(dtype: torch.dtype) -> None:
-    by_rank = run_ranks(run_all, RANKS, dtype)
+def test_every_collective_returns_its_definition(dtype: torch.dtype, backend: str) -> None:
+    by_rank = run_ranks(run_all, RANKS, dtype, backend)
     x = torch.stack([rank_values(rank, 2, 5) for rank in range(RANKS)]).to(dtype)
     parts = torch.stack([rank_values(rank, RANKS, 2, 5) for rank in range(RANKS)]).to(dtype)
     for rank, found in enumerate(by_rank):
@@ -82,6 +83,24 @@ def test_every_collective_returns_its_definition(dtype: torch.dtype) -> None:
         assert found["all_reduce_max"].tolist() == [2.0, 0.0]
         assert found["all_reduce"].tolist() == [3.0, 3.0]
         assert found["max_over_ranks"] == [2.0, 0.0]
+
+
+def staged_in_flight() -> tuple[list[float], list[list[float]]]:
+    """The result of an all-gather before it is waited for, and after, of a tensor that changes
+    once it is on its way.
+    """
+    group = distributed.new_group(backend=host_staging.BACKEND)
+    x = torch.full((2,), float(group.rank()))
+    in_flight = collectives.all_gather_async(x, group)
+    before = in_flight.result.fill_(-1.0).flatten().tolist()
+    x.fill_(-2.0)
+    return before, in_flight.wait().tolist()
+
+
+def test_tensors_leave_for_the_host_at_the_call_and_come_back_at_the_wait() -> None:
+    for before, after in run_ranks(staged_in_flight, RANKS):
+        assert before == [-1.0] * (2 * RANKS)
+        assert after == [[float(rank)] * 2 for rank in range(RANKS)]
 
 
 def single_rank_errors() -> list[str]:

@@ -16,6 +16,7 @@ import pytest
 import torch
 from torch import distributed
 
+from parallelisms.mesh import host_staging
 from tests.config.wiring.cases import schema_keys
 from tests.ranks import RankError, run_ranks
 from tests.selfcheck.covering import read_cases, small_pairs, smallest_case
@@ -102,7 +103,7 @@ NOT_VARIED = {
     "metrics": "files and logs",
     "health": "decisions on the host",
     "profiler": "files",
-    "distributed": "timeouts and restarts",
+    "distributed": "timeouts and restarts; tensors through host memory: a test above",
     "slurm": "the batch job",
     "plan": "the planner",
     "stage": "a level of checkpoint; its keys: tests/config/test_wiring.py",
@@ -120,9 +121,12 @@ class TestPool:
 
     __test__ = False
 
+    def __init__(self, backend: str = "gloo") -> None:
+        self._options: dict[str, Any] = {"backend": backend, "timeout": 120}
+
     def run(self, launch: Launch, *, reference: Path) -> list[list[StepDifference]]:
         try:
-            return run_ranks(run_rank, launch.world_size, launch, reference, timeout=120)
+            return run_ranks(run_rank, launch.world_size, launch, reference, **self._options)
         except RankError as error:
             raise RankFailedError(EXIT_FAILURE, str(error)) from error
 
@@ -180,6 +184,32 @@ def test_a_named_case_equals_one_process(case: str, folder: Path) -> None:
         world_size(parse_case(case)) == 1
         or min(result.errors[kind] for kind in ("weights", "moments")) > 0
     )
+
+
+THROUGH_HOST = [
+    "parallelism.dp_shard=2 parallelism.cp=2 training.global_batch_size=2",
+    "parallelism.tp=2 parallelism.cp=2 parallelism.cp_method=ulysses",
+    "parallelism.pp=2 parallelism.dp_shard=2 parallelism.ep=2 model.feed_forward=softmax training.global_batch_size=4",
+]
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize(
+    "case",
+    [
+        *(pytest.param(parse_case(case), id=case) for case in THROUGH_HOST),
+        *(
+            pytest.param(case, id=f"{index}", marks=pytest.mark.slow)
+            for index, case in enumerate(CASES)
+            if index % 8 == 0 and world_size(case) > 1
+        ),
+    ],
+)
+def test_a_case_whose_tensors_travel_through_host_memory_equals_one_process(
+    case: dict[str, str], folder: Path
+) -> None:
+    result = check_case(case, TestPool(host_staging.BACKEND), folder)
+    assert result.problem == "", result.table
 
 
 def commit_seed() -> int:

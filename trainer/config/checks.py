@@ -414,6 +414,7 @@ def _parallelism_problems(config: Config, world_size: int) -> Iterator[str]:
         "parallelism.tp above 1": section.tp > 1,
         "parallelism.sequence_parallel = true": section.sequence_parallel,
         "training.compile = true": training.compile,
+        "distributed.through_host = false": not config.distributed.through_host,
     }
     if section.async_tp and not all(requirements.values()):
         missing = [requirement for requirement, is_met in requirements.items() if not is_met]

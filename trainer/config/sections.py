@@ -563,6 +563,10 @@ class DistributedSection(Section):
     """Delay in seconds before the restart that follows a launch without a new checkpoint; doubles
     each time, up to five minutes.
     """
+    through_host: bool = False
+    """Exchange tensors through host memory, over gloo instead of NCCL, so that ranks may share a
+    GPU: to check a mesh on one card, slowly.
+    """
 
 
 class PlanSection(Section):

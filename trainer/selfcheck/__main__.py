@@ -57,8 +57,9 @@ common with the run is the code. Exits with 0 if results match, 1 if not."""
 WORLD_SIZE_HELP = """\
 world size of the run; default: the product of the degrees in the configuration, and at least 2 if it leaves out
 dp_shard"""
-MAX_PROCESSES_HELP = f"processes of a random configuration; default: {MAX_PROCESSES}, or the GPUs"
-DEVICE_HELP = "cpu (default), or cuda: a GPU per process, compared with one GPU"
+MAX_PROCESSES_HELP = f"processes of a random configuration; default: {MAX_PROCESSES}"
+DEVICE_HELP = """\
+cpu (default), or cuda: processes share the GPUs, over gloo and host memory, where they are more than those"""
 
 
 def main(argv: Sequence[str]) -> int:
@@ -129,23 +130,16 @@ def check_random(options: Namespace, overrides: Sequence[str]) -> int:
                 f"command line: give --random or --case, and no configuration, override or --world-size{given}"
             ]
         )
-    limit = count_gpus() if options.device == "cuda" else MAX_PROCESSES
-    max_processes = options.max_processes or limit
-    if max_processes > limit:
+    max_processes = options.max_processes or MAX_PROCESSES
+    if max_processes > MAX_PROCESSES:
         raise ConfigError(
-            [
-                f"command line: --max-processes {max_processes} is above {limit}, which this machine runs"
-            ]
+            [f"command line: --max-processes {max_processes} is above {MAX_PROCESSES}"]
         )
     case = None if options.case is None else parse_case(options.case)
     if found := problems(case) if case is not None else []:
         raise ConfigError(found)
-    if case is not None and world_size(case) > limit:
-        raise ConfigError(
-            [
-                f"--case: {world_size(case)} processes are more than {limit}, which this machine runs"
-            ]
-        )
+    if case is not None and world_size(case) > MAX_PROCESSES:
+        raise ConfigError([f"--case: {world_size(case)} processes are more than {MAX_PROCESSES}"])
     seed = random.SystemRandom().randrange(1 << 32) if options.seed is None else options.seed
     cases = draw_cases(seed, max_processes=max_processes) if case is None else [case]
     # Documents and the pool are shared by all cases: preparing a corpus and importing torch take

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import distributed
 
+from parallelisms.mesh import host_staging
 from parallelisms.mesh.collectives import (
     all_gather_values,
     authenticate_values,
@@ -47,6 +48,8 @@ class World:
     size: int
     device: torch.device
     num_nodes: int = 1
+    ranks_per_device: int = 1
+    """Ranks that share this one's GPU."""
 
 
 def rank_from_environment(environment: Mapping[str, str] = os.environ) -> tuple[int, int, int]:
@@ -128,7 +131,8 @@ def resolve_auto_memory(config: Config, world: World, prediction_path: Path) -> 
         host_bytes /= 2
         device_bytes = host_bytes / ranks_per_node
     else:
-        device_bytes = float(torch.cuda.get_device_properties(world.device).total_memory)
+        properties = torch.cuda.get_device_properties(world.device)
+        device_bytes = properties.total_memory / world.ranks_per_device
     # The least of all ranks, as the negated maximum of the negated values.
     device_bytes, host_bytes = (
         -size for size in max_over_ranks(None, [-device_bytes, -host_bytes])
@@ -156,7 +160,9 @@ def resolve_auto_memory(config: Config, world: World, prediction_path: Path) -> 
 
 @contextmanager
 def process_group(config: DistributedSection) -> Iterator[World]:
-    """The default process group: gloo for host tensors, NCCL for CUDA tensors."""
+    """The default process group: gloo for host tensors, NCCL for CUDA tensors unless they travel
+    through the host.
+    """
     rank, size, local_rank = rank_from_environment()
     # Not for child processes, and not for whoever prints the environment.
     secret = os.environ.pop(SECRET_ENV, "").encode()
@@ -167,7 +173,7 @@ def process_group(config: DistributedSection) -> Iterator[World]:
     bind_to_numa_node(device)
     timeout = timedelta(minutes=config.start_timeout_minutes)
     distributed.init_process_group(
-        "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
+        _backend(config, device),
         store=find_store(rank, size, node_count(os.environ), secret, timeout),
         rank=rank,
         world_size=size,
@@ -176,8 +182,12 @@ def process_group(config: DistributedSection) -> Iterator[World]:
     is_clean_exit = size == 1
     try:
         authenticate_values(secret)
-        require_own_device(device)
-        yield World(rank, size, device, node_count(os.environ))
+        sharing = ranks_on_device(device, may_share=config.through_host)
+        if config.through_host and rank == 0:
+            log.warning(
+                "tensors travel through host memory (distributed.through_host): far slower than NCCL"
+            )
+        yield World(rank, size, device, node_count(os.environ), sharing)
         is_clean_exit = True
     finally:
         # Not after an error: peers may be inside a collective, and the exit must not wait for
@@ -186,20 +196,31 @@ def process_group(config: DistributedSection) -> Iterator[World]:
             distributed.destroy_process_group()
 
 
-def require_own_device(device: torch.device) -> None:
-    """Raises ConfigError on all ranks if some share a GPU: NCCL refuses it later, in words of its
-    own. Collective.
+def ranks_on_device(device: torch.device, *, may_share: bool) -> int:
+    """How many ranks share this one's GPU; 1 on a CPU. Collective.
+
+    Raises ConfigError on all ranks if some share one and may not: NCCL refuses it later, in words
+    of its own.
     """
     if device.type != "cuda":
-        return
-    found = all_gather_values(str(torch.cuda.get_device_properties(device).uuid))
-    sharing = [str(rank) for rank, uuid in enumerate(found) if found.count(uuid) > 1]
-    if sharing:
+        return 1
+    uuid = str(torch.cuda.get_device_properties(device).uuid)
+    found = all_gather_values(uuid)
+    sharing = [str(rank) for rank, other in enumerate(found) if found.count(other) > 1]
+    if sharing and not may_share:
         raise ConfigError(
             [
-                f"ranks {', '.join(sharing)} share a GPU with another rank, and NCCL needs one for each: start fewer ranks"
+                f"ranks {', '.join(sharing)} share a GPU with another rank, and NCCL needs one for each: start fewer ranks, "
+                "or set distributed.through_host = true to check a mesh slowly"
             ]
         )
+    return found.count(uuid)
+
+
+def _backend(config: DistributedSection, device: torch.device) -> str:
+    if config.through_host:
+        return host_staging.BACKEND
+    return "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
 
 
 def gloo_group(config: DistributedSection) -> distributed.ProcessGroup:
@@ -224,17 +245,19 @@ def init_single_host(
     config: DistributedSection, *, rank: int, size: int, store: Path, device_type: str = "cpu"
 ) -> World:
     """Creates a process group that meets in the file `store`: on the CPU, even if there are GPUs,
-    or a GPU per rank.
+    or on the GPUs, which ranks share where they are fewer.
 
     The sockets of its ranks are on loopback.
     """
     device = torch.device("cpu")
     if device_type == "cuda":
-        device = torch.device("cuda", rank)
+        device = choose_device(rank)
         torch.cuda.set_device(device)
+        if size > torch.cuda.device_count():
+            config = config.model_copy(update={"through_host": True})
     os.environ.update(loopback_environment(os.environ))
     distributed.init_process_group(
-        "gloo" if device_type == "cpu" else "cpu:gloo,cuda:nccl",
+        _backend(config, device),
         store=distributed.FileStore(str(store), size),
         rank=rank,
         world_size=size,

@@ -39,6 +39,8 @@ class Run:
     """Metrics, TensorBoard folders and checkpoints."""
     timeouts: list[tuple[str, float, timedelta]] = field(default_factory=list)
     """(phase, timeout in seconds, timeout of the default process group) of the watchdog."""
+    backends: set[str] = field(default_factory=set)
+    """That of the default process group."""
     writers: list[str] = field(default_factory=list)
     """The thread that writes each checkpoint."""
     replica_checks: list[int] = field(default_factory=list)
@@ -96,6 +98,7 @@ def _record(run: Run, patch: pytest.MonkeyPatch) -> None:
             assert world is not None
             backend = world._get_backend(torch.device("cpu"))
             run.timeouts.append((phase, timeout_seconds, backend.options._timeout))
+            run.backends.add(distributed.get_backend())
             super().arm(phase, timeout_seconds)
 
     def write_checkpoint(*arguments: Any) -> int:
@@ -161,3 +164,7 @@ def phase_timeouts(recipe: Recipe) -> list[tuple[str, float]]:
 
 def world_timeouts(recipe: Recipe) -> list[timedelta]:
     return [timeout for *_, timeout in _run(recipe).timeouts]
+
+
+def backends(recipe: Recipe) -> set[str]:
+    return _run(recipe).backends

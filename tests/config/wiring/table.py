@@ -435,6 +435,7 @@ RUN: Cases = {
     "distributed.hang_minutes": case(runs.phase_timeouts, (None, 16.0), FOUR),
     "distributed.restarts": case(see.restart_delays, (2, 3)),
     "distributed.restart_seconds": case(see.restart_delays, (10, 20)),
+    "distributed.through_host": case(runs.backends, (False, True), FOUR),
     "plan.device": case(see.planned_device, ("h100-80gb", "a100-80gb")),
 }
 
