@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from itertools import accumulate
 from math import inf
 from typing import Literal
@@ -94,6 +95,20 @@ class HostActivationPool:
         self._budget_bytes = inf if budget is None else budget
         self._streams: OffloadStreams | None = None
         self._free_buffers: dict[int, list[Tensor]] = {}
+        self._reserved_buffers: dict[int, deque[Future[Tensor]]] = {}
+
+    def reserve_inputs(self, nbytes: int, device: torch.device) -> None:
+        """Starts to allocate pinned memory for all block inputs, of `nbytes` each, in a thread.
+
+        Pinning takes seconds for 64 GiB, in which weights load.
+        """
+        num_inputs = int(min(self._max_inputs, self._budget_bytes // allocated_size(nbytes)))
+        # A thread begins on the first device, whatever that of the process is.
+        thread = ThreadPoolExecutor(1, "pinned memory", torch.cuda.set_device, (device,))
+        for size in buffer_sizes(nbytes) * num_inputs:
+            reserved = self._reserved_buffers.setdefault(size, deque())
+            reserved.append(thread.submit(_host_buffer, size, pinned=True))
+        thread.shutdown(wait=False)
 
     def save_input(self, x: Tensor) -> SavedTensor:
         """Offloads a block input, or keeps it on its device beyond the budget."""
@@ -141,7 +156,9 @@ class HostActivationPool:
         if free_buffers := self._free_buffers.get(size):
             return free_buffers.pop()
         self.reserved_bytes += size
-        return torch.empty(size, dtype=torch.uint8, device="cpu", pin_memory=pinned)
+        if reserved := self._reserved_buffers.get(size):
+            return reserved.popleft().result()
+        return _host_buffer(size, pinned=pinned)
 
     def reload(self, buffers: list[Tensor], x: Tensor) -> None:
         copy = _copy if self._streams is None else self._streams.reload
@@ -198,6 +215,10 @@ class OffloadStreams:
         current = torch.cuda.current_stream(self._device)
         while self._pending_offloads:
             current.wait_event(self._pending_offloads.popleft()[0])
+
+
+def _host_buffer(size: int, *, pinned: bool) -> Tensor:
+    return torch.empty(size, dtype=torch.uint8, device="cpu", pin_memory=pinned)
 
 
 def buffer_sizes(size: int) -> list[int]:

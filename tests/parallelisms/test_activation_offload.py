@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import threading
 import weakref
 from contextlib import nullcontext
 from dataclasses import replace
@@ -13,9 +14,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from benchmarks.dry_run import dry_run
 from models.config import ModelConfig
 from models.transformer import Transformer
-from parallelisms import activation_checkpoint
+from parallelisms import activation_checkpoint, activation_offload
 from parallelisms.activation_checkpoint import BlockActivations, RecomputeConfig
 from parallelisms.activation_offload import (
     HostActivationPool,
@@ -34,6 +36,8 @@ from tests.parallelisms.test_activation_checkpoint import (
     assert_same_bits,
     model_with,
 )
+from tests.trace.small_steps import configured
+from trainer.step.build import residual_bytes
 
 TOKENS = BATCH.tokens.numel()
 INPUT = allocated_size(TOKENS * SMALL.dim * 8)
@@ -83,6 +87,61 @@ def test_buffers_are_few() -> None:
     assert buffer_sizes(96) == [64, 32]
     assert buffer_sizes(97) == [64, 32, 1]
     assert buffer_sizes(127 << 20) == [128 << 20]
+
+
+# ---- memory that is reserved
+
+
+def test_inputs_take_memory_that_a_thread_has_pinned(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[tuple[str, int, bool]] = []
+    devices: list[torch.device] = []
+
+    def host_buffer(size: int, *, pinned: bool) -> Tensor:
+        made.append((threading.current_thread().name, size, pinned))
+        return torch.empty(size, dtype=torch.uint8)
+
+    monkeypatch.setattr(activation_offload, "_host_buffer", host_buffer)
+    monkeypatch.setattr(torch.cuda, "set_device", devices.append)
+    inputs = [torch.full((96,), float(number)) for number in range(3)]
+    sizes = buffer_sizes(inputs[0].nbytes)
+    assert len(sizes) == 2
+    host = HostActivationPool(max_inputs=3, budget=2 * sum(sizes))
+    host.reserve_inputs(inputs[0].nbytes, torch.device("cuda", 1))
+    saved = [host.save_input(x) for x in inputs]
+    assert devices == [torch.device("cuda", 1)]
+    assert made == [("pinned memory_0", size, True) for size in 2 * sizes], "the budget has two"
+    assert host.reserved_bytes == 2 * sum(sizes)
+    assert [each.pop()[0].item() for each in saved] == [0, 1, 2]
+    host.save_input(inputs[2]).pop()
+    SavedTensor(torch.ones(2), host, "attention")
+    assert len(made) == 5, "buffers are used again, and attention's are made when it needs them"
+
+
+LAYOUTS = {
+    "": 1,
+    "parallelism.cp=2 training.seq_len=1021": 2,
+    "parallelism.tp=2": 2,
+    "parallelism.tp=2 parallelism.sequence_parallel=false": 2,
+    "parallelism.cp=2 parallelism.tp=2 training.seq_len=1001": 4,
+    "training.micro_batch_size=2 training.global_batch_size=4 training.dtype=bfloat16": 1,
+    "parallelism.pp=2 model.num_layers=4 training.global_batch_size=4": 2,
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_the_memory_of_an_input_is_known_before_the_first_step(
+    layout: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = configured(f"memory.recompute=full memory.offload=inputs {layout}")
+    seen = set[int]()
+
+    def save_input(_: HostActivationPool, x: Tensor) -> SavedTensor:
+        seen.add(x.nbytes)
+        return SavedTensor(x)
+
+    monkeypatch.setattr(HostActivationPool, "save_input", save_input)
+    dry_run(config, LAYOUTS[layout])
+    assert seen == {residual_bytes(config)}
 
 
 # ---- one tensor

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from datetime import timedelta
+from math import prod
 
 import torch
 from torch import Tensor
@@ -94,7 +95,7 @@ class ParallelModel:
         """
         config = self._config
         training = self._config.training
-        compute_dtype = getattr(torch, training.dtype)
+        compute_dtype = _compute_dtype(config)
         # Weights are stored in float32 as master weights; FSDP casts them to the compute dtype.
         stored_dtype = torch.float64 if compute_dtype == torch.float64 else torch.float32
         recompute_config = build_recompute_config(config, host_pool, compiled=self._is_compiled)
@@ -204,20 +205,34 @@ def build_pipeline(config: Config, parallel_model: ParallelModel) -> Pipeline | 
     """Builds the pipeline of this rank's stages; None without pipeline parallelism."""
     if parallel_model.pipeline_plan.pp == 1:
         return None
-    context_plan = config.context_plan()
-    training = config.training
-    # Stages exchange the residual stream, which cp and sequence parallelism split by tokens.
-    local_tokens = context_plan.padded_length(training.seq_len) // (
-        context_plan.cp * context_plan.tp
-    )
     return Pipeline(
         parallel_model.stage_modules,
         parallel_model.pipeline_plan,
         parallel_model.mesh.pp_group,
         device=parallel_model.device,
-        shape=(training.micro_batch_size, local_tokens, config.model.build().dim),
-        dtype=getattr(torch, training.dtype),
+        shape=residual_shape(config),
+        dtype=_compute_dtype(config),
     )
+
+
+def residual_shape(config: Config) -> tuple[int, int, int]:
+    """[B, S, E] of the residual stream of a micro-batch on a rank: cp and sequence parallelism split
+    its tokens.
+    """
+    context_plan = config.context_plan()
+    local_tokens = context_plan.padded_length(config.training.seq_len) // (
+        context_plan.cp * context_plan.tp
+    )
+    return config.training.micro_batch_size, local_tokens, config.model.build().dim
+
+
+def residual_bytes(config: Config) -> int:
+    return prod(residual_shape(config)) * _compute_dtype(config).itemsize
+
+
+def _compute_dtype(config: Config) -> torch.dtype:
+    dtype: torch.dtype = getattr(torch, config.training.dtype)
+    return dtype
 
 
 def build_context_parallel(config: Config, mesh: Mesh, kernel: str) -> ContextParallel:
@@ -244,7 +259,13 @@ def build_host_pool(
     if memory.host_budget_gib is not None:
         # The key is a budget of the node, which its ranks share.
         budget = int(memory.host_budget_gib * GIB) // max(1, world.size // world.num_nodes)
-    return HostActivationPool(max_inputs=blocks * plan.max_in_flight, budget=budget)
+    pool = HostActivationPool(max_inputs=blocks * plan.max_in_flight, budget=budget)
+    # An added layer that is not in pieces saves its input by torch's means, on the device.
+    if world.device.type == "cuda" and all(
+        kind.in_pieces for kind in config.model.build().layer_kinds
+    ):
+        pool.reserve_inputs(residual_bytes(config), world.device)
+    return pool
 
 
 def compiles(config: Config, device: torch.device) -> bool:
