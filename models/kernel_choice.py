@@ -7,7 +7,7 @@ faster, and FlashAttention takes windows and short blocks, many in one call.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 CUDNN_AND_FLASH = "cudnn+flash"
 LONG_TOKENS = 4096
@@ -19,10 +19,10 @@ LENGTHS_PER_OCTAVE = 16
 it a plan.
 """
 SOFTCAP_PROBLEM = (
-    'attention kernel "{kernel}" has no soft-capped scores (softcap = {softcap}): torch gives no CUDA kernel the cap; '
+    'attention kernel "{kernel}" has no soft-capped scores (model.softcap = {softcap}): torch gives no CUDA kernel the cap; '
     '"plain" has it, and holds the scores of a document in memory'
 )
-NVIDIA = ("ampere", "ada", "hopper", "blackwell")
+NVIDIA = ("ampere", "ampere rtx", "ada", "hopper", "blackwell", "blackwell rtx")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,6 +32,8 @@ class KernelLimits:
     dtypes: tuple[str, ...] = ("bfloat16", "float16")
     max_head_dim: int | None = 256
     head_dim_multiple: int = 8
+    refused_head_dims: Mapping[str, range] = field(default_factory=dict)
+    """Head dims, none above the largest, with which a generation does not train."""
     generations: tuple[str, ...] | None = None
     """Generations of devices, as the device tables name them; None: all."""
     is_deterministic: bool = True
@@ -39,8 +41,17 @@ class KernelLimits:
 
 
 KERNEL_LIMITS: Mapping[str, KernelLimits] = {
-    "flash": KernelLimits(),
-    "cudnn": KernelLimits(generations=NVIDIA, is_deterministic=False),
+    # As torch's `sdp_utils.cpp` has them.
+    "flash": KernelLimits(
+        refused_head_dims=dict.fromkeys(("ampere rtx", "ada", "blackwell rtx"), range(193, 225))
+    ),
+    "cudnn": KernelLimits(
+        generations=NVIDIA,
+        is_deterministic=False,
+        refused_head_dims=dict.fromkeys(
+            (each for each in NVIDIA if each != "hopper"), range(129, 257)
+        ),
+    ),
     "efficient": KernelLimits(dtypes=("bfloat16", "float16", "float32"), max_head_dim=None),
     "plain": KernelLimits(
         dtypes=("bfloat16", "float16", "float32", "float64"),
@@ -90,7 +101,7 @@ def problems(choice: str, needs: AttentionNeeds) -> Iterator[str]:
         if needs.deterministic and not limits.is_deterministic:
             yield f"{name} is not deterministic, but training.deterministic = true"
         if needs.softcap is not None and not limits.has_softcap:
-            yield f"training.attention: {SOFTCAP_PROBLEM.format(kernel=kernel, softcap=needs.softcap)}"
+            yield f"{name}: {SOFTCAP_PROBLEM.format(kernel=kernel, softcap=needs.softcap)}"
         if limits.max_head_dim is not None and needs.head_dim > limits.max_head_dim:
             yield f"{name} supports heads of at most {limits.max_head_dim} dimensions, not head_dim = {needs.head_dim}"
         if needs.head_dim % limits.head_dim_multiple:
@@ -101,6 +112,12 @@ def problems(choice: str, needs: AttentionNeeds) -> Iterator[str]:
             and needs.generation not in limits.generations
         ):
             yield f"{name} runs on {', '.join(limits.generations)} devices, not on {needs.generation}"
+        refused = limits.refused_head_dims.get(needs.generation or "", range(0))
+        if needs.head_dim in refused:
+            yield (
+                f"{name} trains no heads of {refused[0]} to {refused[-1]} dimensions on {needs.generation} devices, "
+                f"but head_dim = {needs.head_dim}"
+            )
 
 
 def auto_choices(needs: AttentionNeeds, fastest_first: Sequence[str] | None = None) -> list[str]:

@@ -219,11 +219,13 @@ def _auto_choices(
 
 GENERATIONS = {
     (8, 0): "ampere",
-    (8, 6): "ampere",
+    (8, 6): "ampere rtx",
     (8, 9): "ada",
     (9, 0): "hopper",
     (10, 0): "blackwell",
     (10, 3): "blackwell",
+    (12, 0): "blackwell rtx",
+    (12, 1): "blackwell rtx",
 }
 """Generations of devices by compute capability."""
 

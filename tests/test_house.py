@@ -420,7 +420,7 @@ def test_numbers_leave_the_device_in_few_places() -> None:
 MAX_FILE_LINES = 600
 CLOSURE_FILES = 159
 """Files that `import train` reaches by any import statement."""
-MAX_NODES = 362_900
+MAX_NODES = 363_150
 """Nodes of the syntax trees of models, parallelisms, trainer and train.py, which no formatting
 changes; docs/architecture.md says why there are more than planned.
 """

@@ -26,6 +26,7 @@ OPERATIONS = (
     "broadcast",
     "gather",
     "recv",
+    "recv_anysource",
     "reduce",
     "reduce_scatter",
     "scatter",
@@ -97,8 +98,11 @@ def _through_host(name: str) -> Callable[..., Work]:
     def staged(self: HostStagedGroup, *arguments: Any, **options: Any) -> Work:
         on_host = [_on_host(argument) for argument in arguments]
         work = operation(self.on_host, *on_host, **options)
-        written = [] if name in ("send", "barrier") else arguments[0]
-        return HostStagedWork(work, [*zip(_tensors(written), _tensors(on_host[0]), strict=False)])
+        if name in ("send", "barrier"):
+            return HostStagedWork(work, [])
+        return HostStagedWork(
+            work, [*zip(_tensors(arguments[0]), _tensors(on_host[0]), strict=True)]
+        )
 
     return staged
 

@@ -30,6 +30,7 @@ from trainer.launch.launcher import (
     main,
 )
 from trainer.launch.workers import exit_status
+from trainer.slurm.__main__ import load_job
 
 ROOT = Path(__file__).resolve().parents[2]
 Launch = Callable[..., subprocess.CompletedProcess[str]]
@@ -222,6 +223,31 @@ def test_problems_of_file_command_line_and_environment_are_reported_together() -
     assert format_problems(problems, ["--config", "nowhere"], cluster).endswith(
         "nothing was started: 3 problems with nowhere\n"
     )
+
+
+@pytest.mark.parametrize(
+    ("device", "kernel", "rule"),
+    [
+        ("a100-80gb", "fa3", "runs on hopper devices, not on ampere"),
+        ("b200", "fa3", "runs on hopper devices, not on blackwell"),
+        ("rtx-5090", "fa4", "not on blackwell rtx"),
+        ("h200", "fa3", ""),
+    ],
+)
+def test_check_and_a_batch_script_refuse_a_kernel_that_the_stated_device_lacks(
+    device: str, kernel: str, rule: str
+) -> None:
+    argv = [
+        "--training.dtype=bfloat16",
+        f"--plan.device={device}",
+        f"--training.attention={kernel}",
+    ]
+    checked = load_and_validate(argv, {"NGPU": "1"}, checking=True)[2]
+    # The folder of a cluster's nodes, and their GPUs, are not this machine's.
+    _, scripted = load_job([*argv, "--slurm.gpus_per_node=1"])
+    for problems in (checked, scripted):
+        assert len(problems) == bool(rule)
+        assert all(rule in problem and kernel in problem for problem in problems)
 
 
 def test_a_problem_report_names_the_file_and_the_world() -> None:

@@ -74,7 +74,12 @@ def test_auto_has_a_next_choice_for_each_that_fails_on_the_device() -> None:
         (
             "cudnn",
             {"generation": "cdna"},
-            "runs on ampere, ada, hopper, blackwell devices, not on cdna",
+            "runs on ampere, ampere rtx, ada, hopper, blackwell, blackwell rtx devices, not on cdna",
+        ),
+        (
+            "cudnn",
+            {"head_dim": 256, "generation": "ampere"},
+            "trains no heads of 129 to 256 dimensions on ampere devices, but head_dim = 256",
         ),
         ("fa4", {"head_dim": 192}, "supports heads of at most 128 dimensions, not head_dim = 192"),
         (
@@ -95,7 +100,7 @@ def test_auto_has_a_next_choice_for_each_that_fails_on_the_device() -> None:
         (
             "flash",
             {"softcap": 50.0},
-            'attention kernel "flash" has no soft-capped scores (softcap = 50.0)',
+            'attention kernel "flash" has no soft-capped scores (model.softcap = 50.0)',
         ),
     ],
 )
@@ -104,6 +109,23 @@ def test_a_kernel_that_cannot_do_it_is_named_with_the_rule(
 ) -> None:
     (problem,) = problems(choice, needs(**changed))
     assert message in problem
+
+
+CAPABILITIES = [(8, 0), (8, 6), (8, 9), (9, 0), (10, 0), (10, 3), (12, 0), (12, 1)]
+
+
+@pytest.mark.parametrize("capability", CAPABILITIES)
+@pytest.mark.parametrize("head_dim", range(8, 265, 8))
+def test_heads_that_torch_refuses_on_a_device_are_refused(
+    head_dim: int, capability: tuple[int, int]
+) -> None:
+    """By `check_cudnn_tensor_shapes` and the check of flash's gradients in torch's sdp_utils.cpp."""
+    cudnn_takes = head_dim <= (256 if capability == (9, 0) else 128)
+    is_small = (8, 6) <= capability <= (8, 9) or capability >= (12, 0)
+    flash_takes = head_dim <= 256 and not (is_small and 192 < head_dim <= 224)
+    asked = needs(head_dim=head_dim, generation=kernels.GENERATIONS[capability])
+    assert (not [*problems("cudnn", asked)]) == cudnn_takes
+    assert (not [*problems("flash", asked)]) == flash_takes
 
 
 def test_a_choice_of_two_kernels_has_the_problems_of_both() -> None:

@@ -94,6 +94,7 @@ def staged_in_flight() -> tuple[list[float], list[list[float]]]:
     in_flight = collectives.all_gather_async(x, group)
     before = in_flight.result.fill_(-1.0).flatten().tolist()
     x.fill_(-2.0)
+    distributed.barrier(group)
     return before, in_flight.wait().tolist()
 
 

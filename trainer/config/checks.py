@@ -448,7 +448,10 @@ def _parallelism_problems(config: Config, world_size: int) -> Iterator[str]:
 def _attention_problems(config: Config) -> Iterator[str]:
     """Problems that the configured kernel has on every device."""
     if config.training.attention != "auto":
-        yield from kernel_choice.problems(config.training.attention, config.attention_needs())
+        # A choice of two kernels may lack the same twice.
+        yield from dict.fromkeys(
+            kernel_choice.problems(config.training.attention, config.attention_needs())
+        )
 
 
 def _memory_problems(memory: MemorySection) -> Iterator[str]:

@@ -46,7 +46,7 @@ Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 Fraction = Annotated[float, Field(gt=0, le=1)]
 Count = Annotated[int, Field(ge=1)]
 Kernel = Literal["flash", "cudnn", "efficient", "plain", "fa3", "fa4"]
-Generation = Literal["ampere", "ada", "hopper", "blackwell", "cdna"]
+Generation = Literal["ampere", "ampere rtx", "ada", "hopper", "blackwell", "blackwell rtx", "cdna"]
 WidthKey = Annotated[str, Field(pattern=r"^width_[1-9]\d*$")]
 
 

@@ -38,6 +38,7 @@ from trainer.errors import (
     missing_package,
     shorten,
 )
+from trainer.hardware.attention_choice import attention_problems
 from trainer.hardware.device_specs import detect_device, select_device
 from trainer.hardware.host import node_memory_bytes
 from trainer.launch.cluster import (
@@ -322,7 +323,7 @@ def load_and_validate(
     # A launch reads these files anyway when it prepares its data, and looks for copies of
     # checkpoints; only --check stops before.
     if checking:
-        problems += corpora_problems(config) + copies_problems(config)
+        problems += corpora_problems(config) + copies_problems(config) + device_problems(config)
     if fetching and not problems:
         with collecting(problems):
             fetch_initial_weights(config)
@@ -331,6 +332,12 @@ def load_and_validate(
     for each in () if problems else stages:
         problems += memory_problems(each.config, world)
     return config, world, problems
+
+
+def device_problems(config: Config) -> list[str]:
+    """Why the device that `plan.device` names cannot run the attention kernel."""
+    device = None if config.plan.device is None else select_device(config)
+    return [] if device is None else attention_problems(config, device)
 
 
 def memory_problems(config: Config, world: LaunchWorld) -> list[str]:

@@ -272,6 +272,10 @@ class TrainingPlan:
         notes += self._domain_note()
         if training.dtype != "bfloat16":
             notes.append(f"assumes one sixteenth of the bfloat16 rates for {training.dtype}")
+        if self.config.distributed.through_host:
+            notes.append(
+                "distributed.through_host = true is not planned: assumes NCCL, and a GPU for each rank"
+            )
         return notes
 
     def _domain_note(self) -> list[str]:

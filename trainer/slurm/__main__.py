@@ -16,7 +16,12 @@ from trainer.config.toml_format import to_toml
 from trainer.config.training_stages import Recipe
 from trainer.errors import EXIT_BAD_CONFIG, EXIT_SUCCESS, ConfigError
 from trainer.launch.cluster import LaunchWorld, pluralize
-from trainer.launch.launcher import find_early_exit, format_problems, load_and_validate
+from trainer.launch.launcher import (
+    device_problems,
+    find_early_exit,
+    format_problems,
+    load_and_validate,
+)
 from trainer.slurm import jobs, scheduler, snapshot
 from trainer.slurm.script import ROOT, log_path, render
 
@@ -141,7 +146,8 @@ def load_job(overrides: Sequence[str]) -> tuple[Recipe, list[str]]:
         "NNODES": str(config.slurm.nodes),
         "NODE_RANK": "0",
     }
-    return config, load_and_validate(overrides, environment | {"MASTER_ADDR": "the-first-node"})[2]
+    environment["MASTER_ADDR"] = "the-first-node"
+    return config, load_and_validate(overrides, environment)[2] or device_problems(config)
 
 
 def print_problems(problems: Sequence[str], config: Recipe, overrides: Sequence[str]) -> int:

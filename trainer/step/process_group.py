@@ -250,10 +250,12 @@ def init_single_host(
     The sockets of its ranks are on loopback.
     """
     device = torch.device("cpu")
+    sharing = 1
     if device_type == "cuda":
         device = choose_device(rank)
         torch.cuda.set_device(device)
-        if size > torch.cuda.device_count():
+        sharing = -(-size // torch.cuda.device_count())
+        if sharing > 1:
             config = config.model_copy(update={"through_host": True})
     os.environ.update(loopback_environment(os.environ))
     distributed.init_process_group(
@@ -263,7 +265,7 @@ def init_single_host(
         world_size=size,
         timeout=timedelta(minutes=config.start_timeout_minutes),
     )
-    return World(rank, size, device)
+    return World(rank, size, device, ranks_per_device=sharing)
 
 
 def destroy_process_group() -> None:
