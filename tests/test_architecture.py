@@ -71,6 +71,7 @@ def test_the_page_lists_every_use_of_private_torch() -> None:
     listed = set(re.findall(r"`([\w/]+\.py)`", paragraph))
     private = re.compile(
         r"(from|import) torch[\w.]*\._\w+|\btorch\.(\w+\.)*_(?!_)\w+|import _\w+\b.*$|from torch[\w.]* import _\w+"
+        r"|\bgroup\._(?!_)\w+"
     )
     found = set()
     for file in [
