@@ -19,7 +19,7 @@ LENGTHS_PER_OCTAVE = 16
 it a plan.
 """
 SOFTCAP_PROBLEM = (
-    'attention kernel "{kernel}" has no soft-capped scores (model.softcap = {softcap}): torch gives no CUDA kernel the cap; '
+    'attention kernel "{kernel}" has no soft-capped scores (softcap = {softcap}): torch gives no CUDA kernel the cap; '
     '"plain" has it, and holds the scores of a document in memory'
 )
 NVIDIA = ("ampere", "ampere rtx", "ada", "hopper", "blackwell", "blackwell rtx")

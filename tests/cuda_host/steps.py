@@ -264,7 +264,7 @@ def main(argv: Sequence[str]) -> int:
     if options.variant is not None:
         sys.stdout.write(f"{json.dumps(asdict(measure(options.variant)))}\n")
         sys.stdout.flush()
-        # A thread of torch, not joined when the interpreter ends, aborts one process in ten.
+        # A thread of torch that is not joined may abort the process when the interpreter ends.
         os._exit(0)
     heading = ("options", "traced MiB", "requested MiB", "off by", "launches per block")
     rows = [f"| {' | '.join(heading)} |\n|{'---|' * len(heading)}\n"]

@@ -100,7 +100,7 @@ def test_auto_has_a_next_choice_for_each_that_fails_on_the_device() -> None:
         (
             "flash",
             {"softcap": 50.0},
-            'attention kernel "flash" has no soft-capped scores (model.softcap = 50.0)',
+            'attention kernel "flash" has no soft-capped scores (softcap = 50.0)',
         ),
     ],
 )

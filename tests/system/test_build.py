@@ -12,6 +12,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy
 
 from models.tiling import eager
 from parallelisms.activation_checkpoint import RecomputeConfig
+from parallelisms.activation_offload import HostActivationPool
 from parallelisms.block_recompute import Tiling
 from parallelisms.mesh.collectives import to_local
 from tests.system.in_process import configured, trainer_of
@@ -189,6 +190,34 @@ def test_the_host_pool_of_a_pipeline_holds_the_inputs_of_all_micro_batches_in_fl
     host = build.build_host_pool(config, world, plan, rank=1)
     assert host is not None
     assert host._max_inputs == 3 * 4
+
+
+@pytest.mark.parametrize("command", ["train", "evaluate"])
+def test_training_alone_pins_memory_for_offloaded_inputs(
+    command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reserved: list[tuple[int, torch.device]] = []
+    device = torch.device("cuda", 1)
+
+    def reserve_inputs(_: HostActivationPool, nbytes: int, device: torch.device) -> None:
+        reserved.append((nbytes, device))
+
+    def as_on_a_gpu(model: build.ParallelModel) -> None:
+        cpu = model.device
+        model.device = device
+        pin_input_memory(model)
+        model.device = cpu
+
+    pin_input_memory = build.ParallelModel.pin_input_memory
+    monkeypatch.setattr(HostActivationPool, "reserve_inputs", reserve_inputs)
+    monkeypatch.setattr(build.ParallelModel, "pin_input_memory", as_on_a_gpu)
+    options = ["--memory.recompute=full", "--memory.offload=inputs"]
+    with trainer_of(configured(write_run(tmp_path), tmp_path / "run", *options)) as trainer:
+        expected = build.residual_bytes(trainer.config)
+        if command == "evaluate":
+            reserved.clear()
+            build.ParallelModel(trainer.config, trainer.world)
+    assert reserved == ([(expected, device)] if command == "train" else [])
 
 
 def test_the_model_has_the_configured_seq_len(tmp_path: Path) -> None:

@@ -79,16 +79,24 @@ class ParallelModel:
         """Selects this rank's tokens of a sequence."""
         self.pipeline_plan = config.pipeline_plan(world.size)
         pp_rank = self.mesh.coordinate["pp"]
-        host_pool = build_host_pool(config, world, self.pipeline_plan, rank=pp_rank)
+        self._host_pool = build_host_pool(config, world, self.pipeline_plan, rank=pp_rank)
         self.stage_modules = {
-            stage: self._build_stage(self.pipeline_plan.stage_module(stage), host_pool)
+            stage: self._build_stage(self.pipeline_plan.stage_module(stage))
             for stage in self.pipeline_plan.stages_of(pp_rank)
         }
         """The model by pipeline stage; without a pipeline, stage 0 is the whole model."""
 
-    def _build_stage(
-        self, stage: StageSpec | None, host_pool: HostActivationPool | None
-    ) -> Transformer:
+    def pin_input_memory(self) -> None:
+        """Starts to pin the host memory that offloaded block inputs take in training.
+
+        An added layer that is not in pieces saves its input by torch's means, on the device.
+        """
+        kinds = self._config.model.build().layer_kinds
+        in_pieces = all(kind.in_pieces for kind in kinds)
+        if self._host_pool is not None and self.device.type == "cuda" and in_pieces:
+            self._host_pool.reserve_inputs(residual_bytes(self._config), self.device)
+
+    def _build_stage(self, stage: StageSpec | None) -> Transformer:
         """A pipeline stage, parallelized over the mesh.
 
         Weights to be loaded from a file are NaN.
@@ -98,7 +106,9 @@ class ParallelModel:
         compute_dtype = _compute_dtype(config)
         # Weights are stored in float32 as master weights; FSDP casts them to the compute dtype.
         stored_dtype = torch.float64 if compute_dtype == torch.float64 else torch.float32
-        recompute_config = build_recompute_config(config, host_pool, compiled=self._is_compiled)
+        recompute_config = build_recompute_config(
+            config, self._host_pool, compiled=self._is_compiled
+        )
         cpu_offload = config.memory.optimizer_placement == "host"
         # Built without memory and sharded first: no device need hold the whole model.
         with torch.device("meta"):
@@ -227,6 +237,7 @@ def residual_shape(config: Config) -> tuple[int, int, int]:
 
 
 def residual_bytes(config: Config) -> int:
+    """Bytes of the residual stream of a micro-batch on a rank."""
     return prod(residual_shape(config)) * _compute_dtype(config).itemsize
 
 
@@ -259,13 +270,7 @@ def build_host_pool(
     if memory.host_budget_gib is not None:
         # The key is a budget of the node, which its ranks share.
         budget = int(memory.host_budget_gib * GIB) // max(1, world.size // world.num_nodes)
-    pool = HostActivationPool(max_inputs=blocks * plan.max_in_flight, budget=budget)
-    # An added layer that is not in pieces saves its input by torch's means, on the device.
-    if world.device.type == "cuda" and all(
-        kind.in_pieces for kind in config.model.build().layer_kinds
-    ):
-        pool.reserve_inputs(residual_bytes(config), world.device)
-    return pool
+    return HostActivationPool(max_inputs=blocks * plan.max_in_flight, budget=budget)
 
 
 def compiles(config: Config, device: torch.device) -> bool:

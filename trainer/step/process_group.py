@@ -173,7 +173,7 @@ def process_group(config: DistributedSection) -> Iterator[World]:
     bind_to_numa_node(device)
     timeout = timedelta(minutes=config.start_timeout_minutes)
     distributed.init_process_group(
-        _backend(config, device),
+        _backend(device, through_host=config.through_host),
         store=find_store(rank, size, node_count(os.environ), secret, timeout),
         rank=rank,
         world_size=size,
@@ -217,8 +217,8 @@ def ranks_on_device(device: torch.device, *, may_share: bool) -> int:
     return found.count(uuid)
 
 
-def _backend(config: DistributedSection, device: torch.device) -> str:
-    if config.through_host:
+def _backend(device: torch.device, *, through_host: bool) -> str:
+    if through_host:
         return host_staging.BACKEND
     return "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
 
@@ -255,11 +255,9 @@ def init_single_host(
         device = choose_device(rank)
         torch.cuda.set_device(device)
         sharing = -(-size // torch.cuda.device_count())
-        if sharing > 1:
-            config = config.model_copy(update={"through_host": True})
     os.environ.update(loopback_environment(os.environ))
     distributed.init_process_group(
-        _backend(config, device),
+        _backend(device, through_host=config.through_host or sharing > 1),
         store=distributed.FileStore(str(store), size),
         rank=rank,
         world_size=size,

@@ -172,6 +172,8 @@ class Trainer:
             torch.use_deterministic_algorithms(True)  # noqa: FBT003 - the launcher configures cuBLAS
         parallel_model = ParallelModel(config, world, kernel=kernel)
         self.parallel_model = parallel_model
+        # While weights load: evaluation, which builds the model as well, offloads nothing.
+        parallel_model.pin_input_memory()
         self.mesh = parallel_model.mesh
         self.stage_modules = parallel_model.stage_modules
         self.context_parallel = parallel_model.context_parallel
